@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from zero_full.flight.parts import CLOSED, VERSION, Happening, RankTrace
+from zero_full.flight.rank_files import CLOSED, VERSION, RankEvent, RankTrace
 
 Spell = tuple[
     int, int | None, str, int
 ]  # from and to in milliseconds, what, and the rank's clock ahead in us
 
 
-def events(spells: Sequence[Spell], step: int = 1, held: int = 100) -> list[Happening]:
+def events(spells: Sequence[Spell], step: int = 1, held: int = 100) -> list[RankEvent]:
     """Calls of one communicator, one after the other."""
     return [
-        Happening(
+        RankEvent(
             what,
             "parameters a",
             1000 * start + ahead,
@@ -28,7 +28,7 @@ def events(spells: Sequence[Spell], step: int = 1, held: int = 100) -> list[Happ
     ]
 
 
-def part(rank: int, *happenings: Happening, ranks: int = 2, ended: str = CLOSED) -> RankTrace:
+def part(rank: int, *events: RankEvent, ranks: int = 2, ended: str = CLOSED) -> RankTrace:
     """What one of so many ranks has left."""
     about: dict[str, Any] = {
         "version": VERSION,
@@ -42,8 +42,8 @@ def part(rank: int, *happenings: Happening, ranks: int = 2, ended: str = CLOSED)
         "step": 1,
         "groups": [list(range(ranks))],
     }
-    last = max((each.end or each.start for each in happenings), default=0)
-    return RankTrace(rank, about, list(happenings), ended=ended, last=last)
+    last = max((each.end or each.start for each in events), default=0)
+    return RankTrace(rank, about, list(events), ended=ended, last=last)
 
 
 def hang() -> list[RankTrace]:
@@ -51,9 +51,9 @@ def hang() -> list[RankTrace]:
     parts = []
     for rank in range(3):
         mine = [
-            Happening("forward", "", 0, 1, {"parameters": 5_000_000}, 20_000 + 4000 * rank),
+            RankEvent("forward", "", 0, 1, {"parameters": 5_000_000}, 20_000 + 4000 * rank),
             *events([(21 + 4 * rank, 33, "reduce_scatter", 0), (34, 36, "all_gather", 0)]),
-            Happening("backward", "", 40_000, 2, {"parameters": 5_000_000}, None),
+            RankEvent("backward", "", 40_000, 2, {"parameters": 5_000_000}, None),
         ]
         mine[2].name, mine[2].beside = "<b>norm</b> & 'more'", True
         what, name, failed = (
@@ -61,7 +61,7 @@ def hang() -> list[RankTrace]:
         )
         end = None if rank == 2 else 2_050_000
         mine.append(
-            Happening(what, name, 50_000 + rank, 2, {"parameters": 9_000_000}, end, 7, 0, 2, False, failed)
+            RankEvent(what, name, 50_000 + rank, 2, {"parameters": 9_000_000}, end, 7, 0, 2, False, failed)
         )
         parts.append(part(rank, *mine, ranks=4, ended="" if rank == 2 else "timed out"))
         parts[-1].about["groups"] = [[0, 1, 2]]

@@ -48,6 +48,7 @@ from zero_full.start.argument_checks import check_arguments, check_model, check_
 from zero_full.start.startup_checks import attempt, compare, everyones, facts_of, refuse_shared_devices
 
 log = logging.getLogger("zero_full")
+OpenTier = Callable[[torch.optim.Optimizer, Dealer, Drafts, torch.device], Tier]
 OPERATORS = "operators"
 UNKNOWN_STATE = (
     "the size of %s's state is not known before its first step. The check for enough free host memory and "
@@ -171,9 +172,16 @@ def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
 
 
 def assemble(
-    model: nn.Module, topology: Topology, prepared: Prepared, accumulation: Accumulation
+    model: nn.Module,
+    topology: Topology,
+    prepared: Prepared,
+    accumulation: Accumulation,
+    open_tier: OpenTier | None = None,
 ) -> ZeroOptimizer:
-    """Open process groups, shard the parameters, and create the optimizer. Every rank must call this."""
+    """Open process groups, shard the parameters, and create the optimizer. Every rank must call this.
+
+    `open_tier` opens the offload tier, without the usual checks of this host's memory and disks.
+    """
     deferred, base = prepared.deferred, prepared.base
     settings = one_bit_settings(base, prepared.settings, topology)
     device = deferred.device
@@ -192,7 +200,7 @@ def assemble(
     shelf = _open_shelf(settings, device, topology)
     dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
     drafts = dealer.draft(model)
-    settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
+    settings = dealer.settings = replace(settings, tier=(open_tier or _opened)(base, dealer, drafts, device))
     parts = dealer.deal(drafts)
     if this_rank() == 0:
         warn_of_share(drafts, settings)

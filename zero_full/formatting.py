@@ -12,9 +12,9 @@ NARROW, INDENT = 40, 4  # characters: minimum line width; indent of a value on i
 SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def listed(names: Sequence[str], most: int = SHOWN) -> str:
+def listed(names: Sequence[str], limit: int = SHOWN) -> str:
     """Return the first names, comma-separated, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:
@@ -27,7 +27,7 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     try:
         text = " ".join(write(value).split())
     except (TypeError, ValueError, RecursionError):  # no JSON value, a huge integer, a self-referencing list
-        text = f"something of type {type(value).__name__}"
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
 
 
@@ -36,7 +36,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str]]:
     """Sort key that puts layers.2 before layers.10."""
     parts = re.split("([0-9]+)", name)
     return [(len(part.lstrip("0")) if place % 2 else 0, part) for place, part in enumerate(parts)]
@@ -47,12 +47,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def terminal() -> int:
+def terminal_width() -> int:
     """Return the line width in characters: the terminal's, or COLUMNS, or else 80."""
     return max(NARROW, shutil.get_terminal_size().columns)
 
 
-def behind(name: str, value: str, column: int, width: int) -> list[str]:
+def table_row(name: str, value: str, column: int, width: int) -> list[str]:
     """Return the lines of a two-column table row, whose second column begins at `column`.
 
     Words are not broken.
@@ -77,15 +77,15 @@ def human(size: int | None) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time with three digits and a unit."""
-    return f"{rate(seconds)} s" if seconds >= 0.9995 else f"{rate(seconds * 1000)} ms"
+    return f"{three_digits(seconds)} s" if seconds >= 0.9995 else f"{three_digits(seconds * 1000)} ms"
 
 
-def rate(number: float) -> str:
+def three_digits(number: float) -> str:
     """Return a number with three digits, or with all digits before the point."""
     return f"{number:,.{next((d for d, least in enumerate((99.95, 9.995)) if number >= least), 2)}f}"
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size such as "5GB", "500 MB", "1.5GiB" or "4096". Raises ValueError unless it is above zero."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
     size = 0
@@ -93,5 +93,5 @@ def size_of(text: str) -> int:
         base, power = (1024 if found[3] else 1000), " kmgt".index(found[2] or " ")
         size = int(float(found[1]) * base**power)
     if size < 1:
-        raise ValueError(f"{shown(text)} is no size: write it as in 5GB, 500MB or 2GiB")
+        raise ValueError(f"{shown(text)} is not a size: write it as in 5GB, 500MB or 2GiB")
     return size

@@ -8,7 +8,7 @@ from places import ROOT
 
 from zero_full.fit import LADDER, LOSS, PRECISIONS, TIGHT, families
 from zero_full.fit.choice import OPTIMIZER
-from zero_full.fit.read import MOST, MOST_LAYERS, MOST_NUMEL
+from zero_full.fit.hf_config import MOST, MOST_LAYERS, MOST_NUMEL
 
 FILE = "assets/js/fit_data.js"
 CONFIGS = ROOT / "tests" / "zero_full" / "hf_configs"  # as they are published

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zero_full
 from tests.order.runs import Case, recorded
-from zero_full.flight.parts import folder_of
+from zero_full.flight.rank_files import folder_of
 from zero_full.shard.step.agreement import numbers_on
 
 PRECISIONS: dict[str, dict[str, Any]] = {

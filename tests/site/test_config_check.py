@@ -16,7 +16,7 @@ from places import SiteError
 
 from tests.site.browser import Open
 from tests.zero_full.random_configs import texts
-from zero_full.check.verdict import look
+from zero_full.check.check_command import check_file
 from zero_full.config import check, together
 from zero_full.config.verdicts import VerdictKind
 
@@ -79,7 +79,7 @@ def test_so_they_are_for_many_more(open_page: Open) -> None:
 def test_the_command_agrees_but_for_what_the_page_says_it_does_not_know() -> None:
     for path in FILES:
         known = {v for v in check(path.read_text(), None).verdicts if v.kind != "unknown"}
-        found = look(path, None).verdicts
+        found = check_file(path, None).verdicts
         assert known <= set(found), path.name
         assert all(v.path[0] in ("optimizer", "scheduler") for v in set(found) - known), path.name
 

@@ -119,7 +119,7 @@ def test_the_page_names_the_key_that_python_names(open_page: Open) -> None:
         assert said.replace('"', "'") == str(error.value).replace('"', "'")
         assert page.locator(".tried li").count() == 0 and not page.is_visible(".finished")
     page.fill("[name=config]", "{")
-    assert "config.json is no JSON" in page.inner_text("#fit-said")
+    assert "config.json is not JSON" in page.inner_text("#fit-said")
 
 
 def test_all_that_was_asked_is_in_the_address(open_page: Open) -> None:
@@ -165,7 +165,7 @@ def test_it_is_used_with_keys_and_its_link_is_copied(open_page: Open) -> None:
     "field, value, message",
     [
         ("world", "0", "GPUs: give a number from 1 to 16,384."),
-        ("hosts", "3", "GPUs: 8 cannot be shared out to 3 hosts."),
+        ("hosts", "3", "GPUs: 8 cannot be divided equally among 3 hosts."),
         ("memory", "", "memory of a GPU, GB: give a number from 1"),
     ],
 )

@@ -10,7 +10,7 @@ import recordings as shown
 from tests.recordings import hang
 from tests.site.browser import Open
 from zero_full.flight.captions import ms
-from zero_full.flight.parts import FORMAT
+from zero_full.flight.rank_files import FORMAT
 from zero_full.flight.timeline import recording_of
 from zero_full.formatting import human
 
@@ -57,7 +57,7 @@ def test_a_dropped_file_is_drawn_and_starts_where_it_went_wrong(
     frame = next(each for each in recording["frames"] if each["missing"])
     assert page.inner_text("#recording .caption") == f"{frame['title']}. {frame['text']}"
     assert page.inner_text("#recording .about").startswith(
-        "Stage 2 on 4 ranks (cpu). Of rank 3 nothing is here."
+        "Stage 2 on 4 ranks (cpu). There are no events of rank 3."
     )
     assert page.locator("#recording .times .label").count() == 3
     drawn = page.locator("#recording .times svg").bounding_box()
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_file(open_page: Open, recording: dict[str, Any
         assert (name, waited) == (f"rank {rank}", ms(sum(us for _, us in waits)))
         assert whom == ", ".join(f"rank {other}: {ms(us)}" for other, us in waits[:3])
         assert most == human(max(frame["live"][rank] for frame in recording["frames"]))
-        assert how == (recording["ended"][rank] or "not heard of again")
+        assert how == (recording["ended"][rank] or "not ended")
     page.select_option("#recording .steps select", "")
     listed = rows(page, "events")
     assert [row[1:3] for row in listed] == [[frame["title"], frame["text"]] for frame in recording["frames"]]
@@ -124,10 +124,10 @@ def test_what_is_no_recording_is_said(open_page: Open, recording: dict[str, Any]
     page = open_page("animation.html")
     part = json.dumps({FORMAT: {"version": 1}})
     for text, said in (
-        ("[1, 2", "is no recording: engine.record(path) of zero_full makes them"),
-        ("null", "is no recording"),
+        ("[1, 2", "is not a recording. engine.record(path) of zero_full makes one"),
+        ("null", "is not a recording"),
         (f"{part}\n{part}", "is one rank's part: python -m zero_full replay puts all parts together"),
-        (json.dumps({**recording, FORMAT: 2}), "is of version 2, and this page reads 1"),
+        (json.dumps({**recording, FORMAT: 2}), "has format version 2, not 1"),
         (json.dumps({**recording, "frames": []}), "has no moments"),
         (json.dumps({FORMAT: 1, "frames": [{}]}), "cannot be drawn"),
     ):

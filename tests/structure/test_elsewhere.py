@@ -99,4 +99,4 @@ def test_zero_full_trains_without_it_and_says_what_it_cannot_do(tmp_path: Path) 
     assert len(refused) == 3, said
     assert "on Linux and macOS only: on Windows use WSL" in refused[0]
     assert "compiled on Linux and macOS only" in refused[1]
-    assert "cannot be measured: this reads and writes in the way of Linux" in refused[2]
+    assert "cannot be measured" in refused[2]

@@ -22,8 +22,9 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"commands"},
     {"examples"},  # they use what a user uses: `zero_full` itself
     {"migrate"},
-    {"check", "fit", "initialization"},
-    {"assemble", "plan"},
+    {"check", "fit"},
+    {"initialization", "plan"},
+    {"assemble"},
     {"engine"},
     {"checkpoint", "flight", "start"},
     {"shard.access"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_full.__main__ import main
-from zero_full.check.verdict import look
+from zero_full.check.check_command import check_file
 from zero_full.config import check, resolve
 from zero_full.config.read import Parsed, parse
 from zero_full.errors import ConfigError
@@ -186,7 +186,7 @@ def test_what_can_be_trained_is_ok_and_is_planned(kind: str, params: dict[str, A
     expected = plan(nn.Linear(8, 8), {**config, "optimizer": optimizer}, 8)
     optimizer["params"] = {"lr": 1e-4, **params}
     (tmp_path / "ds.json").write_text(json.dumps({**config, "optimizer": optimizer}))
-    assert look(tmp_path / "ds.json", 8).tally == "ok"
+    assert check_file(tmp_path / "ds.json", 8).tally == "ok"
     planned = plan(nn.Linear(8, 8), {**config, "optimizer": optimizer}, 8)
     assert planned.moments == expected.moments > 0
 
@@ -211,10 +211,10 @@ def test_many_ranks_take_no_longer_than_few(groups: dict[str, int], tmp_path: Pa
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     begin = time.monotonic()
-    found = look(path, None)
+    found = check_file(path, None)
     assert (found.world, found.tally) == (1_000_000, "ok") and time.monotonic() - begin < 5
     path.write_text(json.dumps({**config, "optimizer": {"type": "Adafactor"}}))
-    assert "optimizer.type: Adafactor cannot step on pieces" in look(path, None).told[-1].text
+    assert "optimizer.type: Adafactor cannot step on pieces" in check_file(path, None).printed[-1].text
 
 
 def test_what_torch_was_not_asked_about_is_not_ok(tmp_path: Path) -> None:
@@ -222,11 +222,11 @@ def test_what_torch_was_not_asked_about_is_not_ok(tmp_path: Path) -> None:
     path.write_text(
         '{"optimizer": {"type": "AdamV", "params": {"lr": 1}}, "scheduler": {"type": "WarmupLR"}}'
     )
-    kinds = {".".join(map(str, v.path)): v.kind for v in look(path, 2).verdicts}
+    kinds = {".".join(map(str, v.path)): v.kind for v in check_file(path, 2).verdicts}
     assert (kinds["optimizer.type"], kinds["optimizer.params.lr"]) == ("refused", "unread")
     assert kinds["scheduler.type"] == "ok"
     with pytest.raises(ConfigError, match="world_size: got 0"):
-        look(path, 0)
+        check_file(path, 0)
 
 
 def test_a_value_that_nobody_knows_is_no_reason_for_a_second_mistake() -> None:

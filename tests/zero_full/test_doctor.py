@@ -125,7 +125,7 @@ def test_half_a_launcher_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK=1 is not a rank of WORLD_SIZE=1" in doctor.problems()[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert doctor.problems() == []
-    assert "rank 1 of 2, says torchrun" in doctor.report()
+    assert "rank 1 of 2, set by torchrun" in doctor.report()
 
 
 def test_another_launcher_is_a_problem_in_the_words_of_init_distributed(
@@ -156,7 +156,7 @@ def test_cuda_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, None, "built for CPU only"),
         ("12.8", "", "CUDA_VISIBLE_DEVICES='' hides every device; unset it"),
-        ("12.8", None, "built for CUDA 12.8 but finds no device; see whether the driver"),
+        ("12.8", None, "built for CUDA 12.8 but finds no device"),
     ],
 )
 def test_no_device_has_a_reason(
@@ -243,7 +243,7 @@ def full(*_: Any, **__: Any) -> Any:
     [
         ("tempfile.NamedTemporaryFile", refused, "cannot be measured: .*Read-only file system"),
         ("BlockIO.write", full, "cannot be measured: .*No space left on device"),
-        ("", None, "is no directory: give one"),
+        ("", None, "is not a directory"),
     ],
 )
 def test_a_disk_that_cannot_be_measured_is_a_problem(

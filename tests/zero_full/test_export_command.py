@@ -18,7 +18,7 @@ from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
 from zero_full.checkpoint import command, consolidate, export_checkpoint, files
 from zero_full.errors import CheckpointError
-from zero_full.formatting import size_of
+from zero_full.formatting import parse_size
 
 DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Capture = pytest.CaptureFixture[str]
@@ -324,7 +324,7 @@ def test_a_size_that_is_none_is_told(capsys: Capture, size: str) -> None:
 
 def test_sizes_are_what_people_write() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 gib": 1.5 * 2**30, "200k": 200_000, "4096": 4096, " 7 B ": 7}
-    assert {text: size_of(text) for text in sizes} == sizes
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 def test_wishes_that_make_no_sense() -> None:

@@ -85,45 +85,51 @@ def test_each_published_model_has_its_number_of_parameters() -> None:
 @pytest.mark.parametrize(
     "config, message",
     [
-        ([1], "an object of keys and values"),
-        ({}, "model_type: missing"),
-        (given("llama-3-8b", model_type="mamba"), "model_type: 'mamba' is not known here, only bert, bloom"),
+        ([1], "must be a JSON object"),
+        ({}, "model_type is missing"),
+        (given("llama-3-8b", model_type="mamba"), "model_type: 'mamba' is not supported, only bert, bloom"),
         ({"model_type": "gemma3", "text_config": given("gemma-3-1b")}, r"text_config is \(gemma3_text\)"),
-        (given("llama-3-8b", intermediate_size=None), "intermediate_size: missing, and llama has no size"),
-        (given("qwen3-8b", head_dim=None), "head_dim: missing, and qwen3 has no size without it"),
-        (given("llama-3-8b", hidden_size="4096"), "hidden_size: '4096' is no whole number from 1"),
-        (given("llama-3-8b", hidden_size=True), "hidden_size: True is no whole number from 1"),
-        (given("llama-3-8b", num_hidden_layers=10**8), "num_hidden_layers: 100,000,000 layers are more than"),
+        (given("llama-3-8b", intermediate_size=None), "intermediate_size is missing: llama"),
+        (given("qwen3-8b", head_dim=None), "head_dim is missing: qwen3"),
+        (given("llama-3-8b", hidden_size="4096"), "hidden_size: '4096' is not a whole number"),
+        (given("llama-3-8b", hidden_size=True), "hidden_size: True is not a whole number"),
+        (given("llama-3-8b", num_hidden_layers=10**8), "num_hidden_layers: 100,000,000 layers exceed"),
         (
             given("llama-3-8b", hidden_size=4097),
-            "hidden_size: 4,097 cannot be divided by num_attention_heads",
+            "hidden_size: 4,097 is not divisible by num_attention_heads",
         ),
         (
             given("llama-3-8b", tie_word_embeddings="no"),
-            "tie_word_embeddings: 'no' is neither true nor false",
+            "tie_word_embeddings: 'no' is not true or false",
         ),
-        (given("opt-1.3b", word_embed_proj_dim=512), "word_embed_proj_dim: 512 is another shape; only 2048"),
-        (given("falcon-7b", bias=True), "bias: true is another shape; only none"),
+        (
+            given("opt-1.3b", word_embed_proj_dim=512),
+            "word_embed_proj_dim: 512 is not supported for opt, only 2048",
+        ),
+        (given("falcon-7b", bias=True), "bias: true is not supported for falcon, only none"),
         (
             given("deepseek-v3", first_k_dense_replace=62),
-            "first_k_dense_replace: more than num_hidden_layers",
+            "first_k_dense_replace is larger than num_hidden_layers",
         ),
-        (given("deepseek-v3", q_lora_rank=None), "q_lora_rank: missing"),
+        (given("deepseek-v3", q_lora_rank=None), "q_lora_rank is missing"),
         *(
-            (given(name, num_key_value_heads=None), "num_key_value_heads: missing, and")
+            (given(name, num_key_value_heads=None), "num_key_value_heads is missing")
             for name in ("mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b")
         ),
         *(
-            (given(name, num_key_value_heads=None), "num_key_value_heads: missing, and")
+            (given(name, num_key_value_heads=None), "num_key_value_heads is missing")
             for name in ("gemma-2b", "gemma-2-2b", "gemma-3-1b", "stablelm-2-1.6b")
         ),
         (
             given("llama-3-8b", num_key_value_heads=5),
-            "num_attention_heads: 32 cannot be divided by num_key_value_heads 5",
+            "num_attention_heads: 32 is not divisible by num_key_value_heads, 5",
         ),
-        (given("mixtral-8x7b", num_experts_per_tok=9), "num_experts_per_tok: more than num_local_experts"),
-        (given("bert-base", add_cross_attention=True), "add_cross_attention: true is another shape"),
-        ({"model_type": "x", "text_config": {"model_type": ["llama"]}}, "model_type: 'x' is not known here"),
+        (
+            given("mixtral-8x7b", num_experts_per_tok=9),
+            "num_experts_per_tok is larger than num_local_experts",
+        ),
+        (given("bert-base", add_cross_attention=True), "add_cross_attention: true is not supported"),
+        ({"model_type": "x", "text_config": {"model_type": ["llama"]}}, "model_type: 'x' is not supported"),
     ],
     ids=str,
 )
@@ -135,12 +141,12 @@ def test_what_is_not_known_is_named(config: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "config, context, message",
     [
-        (given("gpt2"), 2048, "--context: 2,048 tokens are more than n_positions, 1,024"),
-        (given("bert-base"), 513, "--context: 513 tokens are more than max_position_embeddings, 512"),
+        (given("gpt2"), 2048, "--context: 2,048 tokens exceed n_positions, 1,024"),
+        (given("bert-base"), 513, "--context: 513 tokens exceed max_position_embeddings, 512"),
         (
             given("llama-3-8b", vocab_size=10**9, hidden_size=10**9, num_attention_heads=8),
             1024,
-            "vocab_size: a parameter of 1,000,000,000,000,000,000 numbers is more than",
+            "vocab_size: a parameter of 1,000,000,000,000,000,000 elements exceeds",
         ),
     ],
     ids=str,
@@ -234,16 +240,16 @@ def test_the_command_prints_and_writes_what_is_to_be_run(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["chosen"] for line in lines] == [True, False, False, False]
     assert main([*asked[:-1], "1MB"]) == 1
-    assert "nothing fits. Try --checkpointing, --host-memory, --disk or" in capsys.readouterr().out
+    assert "Nothing fits. Try --checkpointing, --host-memory, --disk or" in capsys.readouterr().out
     for wrong, message in {
-        ("--world", "3"): "--world: 3 GPUs cannot be shared out to 2 hosts",
+        ("--world", "3"): "--world: 3 GPUs cannot be divided equally among 2 hosts",
         ("--write", str(tmp_path)): f"--write: {tmp_path} cannot be written: Is a directory",
-        ("--memory", "much"): "--memory: 'much' is no size",
-        ("--memory", "80"): "--memory 80: in what? Write it as in 80GB",
+        ("--memory", "much"): "--memory: 'much' is not a size",
+        ("--memory", "80"): "--memory 80 has no unit: write it as in 80GB",
         ("--context", "0"): "--context: 0 is less than 1",
-        ("--write", str(tmp_path / "none" / "ds.json")): "none is no directory; make it first",
-        ("--hf-config", str(tmp_path / "none")): "give a model's config.json",
-        ("--hf-config", str(Path(__file__))): "is no JSON",
+        ("--write", str(tmp_path / "none" / "ds.json")): "none is not a directory",
+        ("--hf-config", str(tmp_path / "none")): "config.json",
+        ("--hf-config", str(Path(__file__))): "is not JSON",
     }.items():
         with pytest.raises(SystemExit):
             main([*asked, *wrong])

@@ -19,9 +19,9 @@ from zero_full.__main__ import main
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
 from zero_full.flight.clocks import offsets
-from zero_full.flight.parts import FORMAT, folder_of, read_parts
 from zero_full.flight.picture import picture
-from zero_full.flight.timeline import put_together, recording_of
+from zero_full.flight.rank_files import FORMAT, folder_of, read_parts
+from zero_full.flight.timeline import merge, recording_of
 from zero_full.shard.access.held_bytes import bytes_behind
 
 Recording = dict[str, Any]
@@ -193,7 +193,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_run(
     assert caplog.text.count("No space left on device): it ends here") == 1
     monkeypatch.undo()
     engine.destroy()
-    recording = put_together(tmp_path / "a.json")
+    recording = merge(tmp_path / "a.json")
     assert {frame["step"] for frame in recording["frames"]} == {1} and recording["ended"] == [""]
 
 
@@ -225,8 +225,8 @@ def test_files_are_bounded_and_say_what_they_have_dropped(tmp_path: Path) -> Non
             sizes.append(sum(each.stat().st_size for each in folder_of(path).iterdir()))
     assert max(sizes[45:]) <= 1.1 * max(sizes[:45])
     (left,) = read_parts(folder_of(path))
-    assert 20_000 <= len(left.happenings) <= 40_000
-    assert left.dropped_events + len(left.happenings) == rounds
+    assert 20_000 <= len(left.events) <= 40_000
+    assert left.dropped_events + len(left.events) == rounds
     stream.finish("closed")
 
 
@@ -236,7 +236,7 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     file = next(each for each in folder_of(stream.path).iterdir() if each.stat().st_size)
     file.write_bytes(file.read_bytes() + b'{"n": 1, "t": 7, "wha')
     (left,) = read_parts(folder_of(stream.path))
-    assert [each.name for each in left.happenings] == ["x"] and left.ended == ""
+    assert [each.name for each in left.events] == ["x"] and left.ended == ""
 
 
 def test_what_an_earlier_run_has_left_is_not_mixed_in(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_replay_says_what_is_no_recording(tmp_path: Path, capsys: pytest.Capture
     for text, said in (
         (None, "there is no"),
         ("{", "cannot be read"),
-        ("[]", "is no recording: engine.record(path) makes them"),
-        (json.dumps({FORMAT: 2}), "is of version 2, and this reads 1"),
+        ("[]", "is not a recording"),
+        (json.dumps({FORMAT: 2}), "format version 2"),
     ):
         if text is not None:
             path.write_text(text)
@@ -290,12 +290,12 @@ def test_ranks_that_part_ways_are_told_with_both_calls() -> None:
         "timed out."
     )
     told = "\n".join(picture(recording))
-    assert "Of rank 3 nothing is here." in told and max(map(len, told.splitlines())) <= 80
+    assert "There are no events of rank 3." in told and max(map(len, told.splitlines())) <= 80
     assert steps_of(recording) == {1, 2}
 
 
 def test_a_recording_of_many_ranks_keeps_the_last_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_full.flight.timeline.MOST", 6)
+    monkeypatch.setattr("zero_full.flight.timeline.MAX_EVENTS", 6)
     parts = [part(rank, *events([(10 * n, 10 * n + 5, f"c{n}", 0) for n in range(9)])) for rank in range(2)]
     recording = recording_of(parts)
     assert [frame["what"] for frame in recording["frames"]] == ["c6", "c7", "c8"]

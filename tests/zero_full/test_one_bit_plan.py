@@ -72,7 +72,7 @@ def test_each_phase_is_planned_to_the_byte(kind: str, stage: int, world: int, mo
     assert planned.moments == max(each["moments"] for each in found)
     assert planned.sent == max(each["sent"] for each in found)
     lines = planned.table().splitlines()
-    first = lines.index("in steps of each kind; what is above is the largest") + 1
+    first = lines.index("by kind of step; the rows above show the largest") + 1
     assert [line.strip() for line in lines[first::4]] == [phase.name for phase in planned.phases]
     assert [int(line.split()[-1].replace(",", "")) for line in lines[first + 3 :: 4]] == [
         phase.sent for phase in planned.phases

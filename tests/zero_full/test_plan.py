@@ -22,8 +22,8 @@ from tests.zero_full.runs import WIDTH, config
 from zero_full.__main__ import main
 from zero_full.errors import ConfigError, PlanError
 from zero_full.plan import Plan, human, input_of, plan, plan_stages, side_by_side
-from zero_full.plan.shadow import PretendedForward
-from zero_full.plan.watch import Watch
+from zero_full.plan.memory_tracker import MemoryTracker
+from zero_full.plan.meta_model import FakeForward
 from zero_min.ledger import Ledger
 
 GB, WIDE = 1e9, (160, 160, 16, "cpu")
@@ -72,10 +72,10 @@ def test_the_peak_is_what_a_step_needs(stage: int, keys: dict[str, Any], reuse: 
     assert found == pytest.approx(predicted.peak, rel=0.02)
 
 
-class WatchOfValues(Watch):
+class TrackerOfValues(MemoryTracker):
     """Of tensors that are on no meta device."""
 
-    def _counts(self, tensor: Tensor) -> bool:
+    def _is_counted(self, tensor: Tensor) -> bool:
         return tensor.dim() > 0
 
 
@@ -85,22 +85,22 @@ def passing(comm: Any, models: Sequence[nn.Module], given: dict[str, Any]) -> li
     for model in models:
         called: set[nn.Module] = set()
         for module in model.modules():
-            vars(module)["forward"] = PretendedForward(module, called)
+            vars(module)["forward"] = FakeForward(module, called)
         engine, optimizer, _, _ = zero_full.initialize(model=model, config=dict(given))
-        watch = WatchOfValues()
+        watch = TrackerOfValues()
         for step in range(3):
             watch.begin(flat.full for flat in optimizer.parts.flats if flat.released_at_rest)
             for micro in reversed(range(engine.gradient_accumulation_steps())):
                 engine.set_gradient_accumulation_boundary(micro == 0)
                 called.clear()
                 with watch if step == 2 else nullcontext():
-                    with watch.of("gathered"):
+                    with watch.counting("gathered"):
                         loss = engine(torch.zeros(()))
-                    with watch.of("buckets"):
+                    with watch.counting("buckets"):
                         engine.backward(loss)
             optimizer.step()
             if step == 2:
-                found.append({kind: watch.most(kind) for kind in ("gathered", "buckets")})
+                found.append({kind: watch.peak(kind) for kind in ("gathered", "buckets")})
             optimizer.zero_grad(set_to_none=True)  # as on an accelerator
         engine.destroy()
     return found
@@ -242,7 +242,7 @@ def test_a_model_that_looks_at_values_says_so() -> None:
             """A step that depends on the values."""
             return super().forward(x) if x.sum().item() > 0 else x
 
-    with pytest.raises(PlanError, match=r"(?s)forward failed on 2x4:float32 with .*must not look at values"):
+    with pytest.raises(PlanError, match=r"(?s)forward failed on 2x4:float32 with .*must not depend on them"):
         plan(Looks(4, 4), config(1), 2, inputs=[torch.ones(2, 4)])
 
 
@@ -296,7 +296,7 @@ def test_the_table_has_every_number() -> None:
     text = each.table()
     for number in (each.parameters, each.gradients, each.moments, each.between_steps, each.peak, each.sent):
         assert f"{number:,}" in text
-    assert "on the host" not in text and "+ activations" not in text + side_by_side([each])
+    assert "host" not in text and "+ activations" not in text + side_by_side([each])
 
 
 def test_a_peak_without_activations_says_so_wherever_it_is_shown() -> None:
@@ -319,8 +319,8 @@ def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
     on_cpu = plan(Odd(), given, 2, device="cpu")
     assert on_cpu.host == state, "nothing is copied"
     assert f"{human(plans[1].host)}{plans[1].host:>24,}" in plans[1].table()
-    assert "waiting on the host" in side_by_side(plans)
-    assert "waiting on the host" not in side_by_side([beside])
+    assert "offloaded to host" in side_by_side(plans)
+    assert "offloaded to host" not in side_by_side([beside])
 
 
 def test_numbers_for_people_have_three_digits() -> None:
@@ -372,7 +372,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("wrong", "answer"),
     [
-        ({"model": "transformer"}, "give it as module:function"),
+        ({"model": "transformer"}, "module:function"),
         ({"model": "nowhere.models:gpt"}, "there is no module nowhere"),
         ({"model": f"{ME}:gpt"}, f"{ME} has no gpt; it has "),
         ({"model": "torch.nn:Linear"}, "cannot be called without arguments (missing a required arg"),
@@ -380,7 +380,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ({"model": f"{ME}:GB"}, "cannot be called"),
         ({"config": "none.json"}, "there is no configuration file"),
         ({"world": "0"}, "expected a whole number of at least 1"),
-        ({"batch": "2y3"}, "give shape and type"),
+        ({"batch": "2y3"}, "shape and dtype"),
     ],
 )
 def test_mistakes_are_told_in_a_line(

@@ -15,8 +15,8 @@ from zero_full.comm.lane import Late, lane_for
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, ranks_of
 from zero_full.plan import human, plan, plan_stages, side_by_side
-from zero_full.plan.shadow import new_pass, shadow_of
-from zero_full.plan.watch import Watch
+from zero_full.plan.memory_tracker import MemoryTracker
+from zero_full.plan.meta_model import begin_pass, meta_copy_of
 
 META = torch.device("meta")
 
@@ -52,7 +52,7 @@ def test_a_shadow_is_the_model_without_values_and_hooks() -> None:
     model = Many(4)
     model.layers[0].register_forward_hook(refused)
     model.own.register_hook(refused)
-    shadow = shadow_of(model)
+    shadow = meta_copy_of(model)
     assert [type(module) for module in shadow.modules()] == [type(module) for module in model.modules()]
     for mine, yours in (
         (shadow.named_parameters(remove_duplicate=False), model.named_parameters(remove_duplicate=False)),
@@ -66,12 +66,12 @@ def test_a_shadow_is_the_model_without_values_and_hooks() -> None:
 
 
 def test_a_pretended_pass_brings_every_gradient_the_last_parameters_first() -> None:
-    shadow, arrived = shadow_of(Many(4)), []
+    shadow, arrived = meta_copy_of(Many(4)), []
     trained = {name: p for name, p in shadow.named_parameters() if p.requires_grad}
     for name, param in trained.items():
         param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
     for _ in range(2):
-        new_pass(shadow)
+        begin_pass(shadow)
         nn.Module.__call__(shadow, torch.zeros((), device=META)).backward()
         assert arrived == list(trained)[::-1]  # a tied one and a shared module's come once
         assert all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
@@ -122,34 +122,34 @@ def test_late_jobs_are_done_in_order_when_somebody_waits() -> None:
 
 
 def test_a_watch_knows_the_most_at_a_time_of_what_does_not_stay() -> None:
-    watch, kept = Watch(), []
+    watch, kept = MemoryTracker(), []
     with watch:
         torch.empty(1000, device=META)  # for nothing that counts
-        with watch.of("a"):
+        with watch.counting("a"):
             kept.append(torch.empty(10, device=META))
             passing = torch.empty(20, device=META)
-            with watch.of("b"):
+            with watch.counting("b"):
                 other = torch.empty(5, device=META, dtype=torch.int8)
             view = passing[:3].view(-1).add_(1)  # no memory of its own
             del passing, view
             passing = torch.empty(15, device=META)
             torch.empty((), device=META)
         del passing, other
-    assert watch.most("a") == 80 and watch.most("b") == 5 and watch.most("c") == 0
+    assert watch.peak("a") == 80 and watch.peak("b") == 5 and watch.peak("c") == 0
     whole = torch.empty(100, device=META)
     whole.untyped_storage().resize_(0)
     watch.begin([whole])
-    with watch, watch.of("gathered"):
+    with watch, watch.counting("gathered"):
         whole.untyped_storage().resize_(400)
         copy = whole.copy_(torch.empty(100, device=META)).clone()
         whole.untyped_storage().resize_(0)
         del copy
-        assert watch.most("gathered") == 800 and watch.most("a") == 0
+        assert watch.peak("gathered") == 800 and watch.peak("a") == 0
 
 
 def test_who_asks_a_watch_for_a_value_is_told_one() -> None:
     number = torch.zeros(3, device=META).sum()
-    with Watch():
+    with MemoryTracker():
         assert number.item() == 1 and float(number) == 1.0 and bool(number > 5)
     with pytest.raises(RuntimeError, match="meta"):
         number.item()
@@ -170,7 +170,7 @@ def test_what_waits_on_the_disk_is_told_apart_from_memory() -> None:
     assert each.host == on_cpu.host + beside.master * 3 // 2, "gradients and copies of parameters, too"
     assert beside.master + beside.moments <= each.disk < beside.master + beside.moments + 3 * 4096
     table = each.table()
-    assert f"waiting on the disk{human(each.disk):>24}{each.disk:>24,}" in table
+    assert f"offloaded to disk{human(each.disk):>26}{each.disk:>24,}" in table
     assert "written to the disk in a step" in table and "written to" not in beside.table()
-    assert all(f"waiting on the {place}" in side_by_side(plans) for place in ("disk", "host"))
+    assert all(f"offloaded to {place}" in side_by_side(plans) for place in ("disk", "host"))
     assert json.loads(each.as_json())["written"] == each.written

@@ -16,7 +16,7 @@ import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import config
 from zero_full.engine.reporting import Pace, most_memory
-from zero_full.formatting import duration, rate
+from zero_full.formatting import duration, three_digits
 
 BATCH, LENGTH, WORDS = 5, 7, 11
 
@@ -308,7 +308,7 @@ def logged(comm: Any) -> tuple[list[str], float]:
 
 def test_the_first_rank_tells_of_all() -> None:
     [((line,), loss), *others] = run_each(logged, 3, [()])[0]
-    each = f"{rate(3 * BATCH)} samples/s, {rate(3 * BATCH * LENGTH)} tokens/s"
+    each = f"{three_digits(3 * BATCH)} samples/s, {three_digits(3 * BATCH * LENGTH)} tokens/s"
     assert line.startswith(f"step 2: loss {loss:.4f} (rank 0), 1.00 s, {each}, lr 0.01, peak ")
     assert [lines for lines, _ in others] == [[], []] and len({loss, *(other for _, other in others)}) == 3
 
@@ -329,7 +329,13 @@ def test_time_counts_from_the_end_of_the_first_step() -> None:
 def test_digits() -> None:
     seconds = (0.00012, 0.01234, 0.9994, 0.9996, 12.345, 123.45)
     assert [*map(duration, seconds)] == ["0.12 ms", "12.3 ms", "999 ms", "1.00 s", "12.3 s", "123 s"]
-    assert [*map(rate, (0.5, 9.994, 9.996, 99.96, 1234567.8))] == ["0.50", "9.99", "10.0", "100", "1,234,568"]
+    assert [*map(three_digits, (0.5, 9.994, 9.996, 99.96, 1234567.8))] == [
+        "0.50",
+        "9.99",
+        "10.0",
+        "100",
+        "1,234,568",
+    ]
 
 
 def test_memory_is_this_processes() -> None:

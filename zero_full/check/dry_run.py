@@ -5,10 +5,8 @@ features work with which optimizer. So `zero_full.config` cannot check them. The
 meta tensors.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,34 +19,31 @@ from zero_full.config.together import TRAIN
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.plan import plan
 
-MANY = 32  # largest number of ranks to simulate
-NODE = 8  # largest secondary partition (zero_hpz_partition_size) to simulate beyond that
-
-log = logging.getLogger("zero_full")
+MAX_RANKS = 32  # largest number of ranks to simulate
+MAX_NODE_RANKS = 8  # largest secondary partition (zero_hpz_partition_size) to simulate beyond that
 
 
-def faults(config: Config) -> Iterator[tuple[Route, str]]:
+def errors_of_sections(config: Config) -> Iterator[tuple[Route, str]]:
     """Yield (key, message) for each mistake in the sections "optimizer" and "scheduler"."""
     optimizer, schedule, model = config.optimizer, config.scheduler, _model()
     base: Any = None
     if optimizer is not None:
         groups = [{"params": list(model.parameters())}]
         make = partial(build_optimizer, optimizer.type, groups=groups, model=model)
-        base, found = _tried(make, "optimizer", optimizer.params)
+        base, found = _try_to_build(make, "optimizer", optimizer.params)
         yield from found
     if schedule is not None:
         base = torch.optim.AdamW(model.parameters()) if base is None else base  # the script's is unknown
-        _, found = _tried(
+        _, found = _try_to_build(
             partial(build_scheduler, schedule.type, optimizer=base), "scheduler", schedule.params
         )
         yield from found
 
 
-def fault_of_run(config: Config, world: int) -> str:
+def error_of_run(config: Config, world: int) -> str:
     """Return the error of a run with an otherwise valid configuration, or an empty string."""
     try:
-        with _silence():
-            plan(_model(), *_with_few(config, world))
+        plan(_model(), *_on_fewer_ranks(config, world))
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch's optimizers raise these
         return str(error) or repr(error)
     return ""
@@ -60,14 +55,14 @@ def for_ranks(config: Config, world: int, ranks: int) -> Config:
     return config.model_copy(update={TRAIN: train} if train else {})
 
 
-def _with_few(config: Config, world: int) -> tuple[Config, int]:
+def _on_fewer_ranks(config: Config, world: int) -> tuple[Config, int]:
     """Reduce a large world size, keeping the kinds of groups, as the result is the same and faster."""
-    if world <= MANY:
+    if world <= MAX_RANKS:
         return config, world
     zero, sizes = config.zero_optimization, dict[str, int]()
     shared = zero.mics_shard_size if zero.mics_shard_size > 0 else world
     node = zero.zero_hpz_partition_size if zero.stage == 3 else 1
-    few = sizes["zero_hpz_partition_size"] = min(node, NODE)
+    few = sizes["zero_hpz_partition_size"] = min(node, MAX_NODE_RANKS)
     few *= min(shared // node, 2)
     if zero.mics_shard_size > 0:
         sizes["mics_shard_size"] = few
@@ -76,21 +71,11 @@ def _with_few(config: Config, world: int) -> tuple[Config, int]:
     return for_ranks(config, world, few).model_copy(update=update), few
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Disable the log, whose messages would be about the tiny model."""
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
 
 
-def _tried(
+def _try_to_build(
     make: Callable[..., Any], section: str, given: Mapping[str, Any]
 ) -> tuple[Any, list[tuple[Route, str]]]:
     """Call `make`, removing arguments that it rejects. Returns the result or None, and the errors."""

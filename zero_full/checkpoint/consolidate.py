@@ -18,7 +18,7 @@ from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.weights import SINGLE
 from zero_full.errors import CheckpointError
-from zero_full.formatting import human, listed, natural
+from zero_full.formatting import human, listed, natural_order
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
 CHUNK = 4 * 2**20  # bytes of a tensor per read; peak memory is several chunks
@@ -111,7 +111,7 @@ def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[s
     _refuse_parts(source)
     frozen = _frozen(source, wish.exclude_frozen)
     entries, left_out, keys = dict[str, TensorEntry](), [], dict[str, str]()
-    for key in sorted(source.tensors, key=lambda key: (natural(key.partition("/")[2]), key)):
+    for key in sorted(source.tensors, key=lambda key: (natural_order(key.partition("/")[2]), key)):
         stored, (kind, _, name) = source.tensors[key], key.partition("/")
         if kind == PARAMETERS and name in frozen:
             left_out.append(name)
@@ -166,7 +166,7 @@ def _frozen(source: Source, exclude: bool) -> set[str]:
 def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
     """Return the other names of exported tied parameters, with the names under which they are stored."""
     names = {entry.name for entry in entries.values()}
-    aliases = sorted(source.aliases.items(), key=lambda item: natural(item[0]))
+    aliases = sorted(source.aliases.items(), key=lambda item: natural_order(item[0]))
     tied = {alias: name for alias, name in aliases if name in names}
     if twice := sorted(names & tied.keys()):
         raise CheckpointError(f"{source.path} says that {listed(twice)} is tied and stores it all the same")

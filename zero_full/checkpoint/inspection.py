@@ -11,7 +11,7 @@ from zero_full.checkpoint.consolidate import Advance
 from zero_full.checkpoint.folder import ASIDE
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.errors import CheckpointError
-from zero_full.formatting import INDENT, behind, human, listed, natural, shown, terminal
+from zero_full.formatting import INDENT, human, listed, natural_order, shown, table_row, terminal_width
 from zero_full.shard.contents.state import PARAMETERS, STATE
 
 LATEST = ("latest", "latest_universal")  # files that name the newest checkpoint
@@ -46,7 +46,7 @@ def neighbours(folder: Path, path: Path | None) -> Neighbours:
     if not root.is_dir():
         return Neighbours()
     found = [each.name for each in root.iterdir() if each.is_dir() and each.name[0] != "."]
-    folders = sorted(found, key=natural)
+    folders = sorted(found, key=natural_order)
     unfinished = [name for name in folders if ASIDE.fullmatch(name)]
     mine = None if path is None else path.resolve().name
     return Neighbours(_latest(root), [n for n in folders if n not in (mine, *unfinished)], unfinished)
@@ -197,7 +197,7 @@ class Inspection:
 
 def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
     """Sort key of a tensor: parameters, then buffers, then optimizer state."""
-    return key.startswith(STATE), not key.startswith(PARAMETERS), natural(key)
+    return key.startswith(STATE), not key.startswith(PARAMETERS), natural_order(key)
 
 
 def _described(tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
@@ -224,12 +224,12 @@ def _type(stored: StoredTensor) -> str:
 def pairs(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Format names and values in two columns, wrapped to the terminal's width."""
     column = 4 + max((len(name) for name, _ in rows), default=0)
-    return [line for name, value in rows for line in behind(f"  {name}", value, column, terminal())]
+    return [line for name, value in rows for line in table_row(f"  {name}", value, column, terminal_width())]
 
 
 def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> list[str]:
     """Format each name, cell and note as a line, wrapped to the terminal's width."""
-    width, wide = terminal(), max(map(len, cells))
+    width, wide = terminal_width(), max(map(len, cells))
     column = min(2 + max(map(len, names)), max(width - wide, 0))
     lines = []
     for name, cell, note in zip(names, cells, notes, strict=True):
@@ -237,7 +237,7 @@ def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> 
         line = f"{'' if first else name:<{column}}{cell:<{wide}}  {note}".rstrip()
         fits = len(line) <= width
         lines += [*first, line if fits else line[: column + wide].rstrip()]
-        lines += [] if fits else behind("", note, INDENT, width)
+        lines += [] if fits else table_row("", note, INDENT, width)
     return lines
 
 

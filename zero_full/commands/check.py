@@ -13,11 +13,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    from zero_full.check import verdict as check
+    from zero_full.check import check_command
     from zero_full.errors import ConfigError
 
     try:
-        return check.main(options.file, options.world, options.json)
+        return check_command.main(options.file, options.world, options.json)
     except ConfigError as error:
         raise UsageError(str(error)) from None
 

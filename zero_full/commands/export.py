@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from zero_full.commands.command import Command
 from zero_full.errors import UsageError
-from zero_full.formatting import size_of
+from zero_full.formatting import parse_size
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     try:
-        max_shard_bytes = size_of(options.max_shard_size)
+        max_shard_bytes = parse_size(options.max_shard_size)
     except ValueError as error:
         raise UsageError(f"--max-shard-size: {error}") from None
     from zero_full.checkpoint import command

@@ -14,7 +14,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     from zero_full.errors import RecordingError
-    from zero_full.flight.command import replay
+    from zero_full.flight.replay_command import replay
 
     try:
         return replay(options.recording, options.moments)

@@ -40,7 +40,7 @@ class Deferred:
         self.model, self.device = model, device
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
-            _refuse_unfit(name, tensor)
+            _refuse_unfit(name, tensor, device)
         check_no_overlap(_extents(self.named))
         # Shapes and dtypes of construction, which `initialize` has compared between ranks. Sharding may
         # change a parameter's dtype later.
@@ -185,14 +185,14 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
 # Checks ----------------------------------------------------------------------------------------------
 
 
-def _refuse_unfit(name: str, tensor: Tensor) -> None:
+def _refuse_unfit(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor in opened:
         raise RuntimeError(f"{name} is inside GatheredParameters: leave that before initialize")
     if isinstance(tensor, Recorded):
         return
     if is_empty_shell(tensor):
         raise ValueError(f"{name}: {NOT_TOLD}")
-    if tensor.is_meta:
+    if tensor.is_meta and device.type != "meta":  # a memory plan is of a model without values
         raise ValueError(
             f"{name} is on the meta device, and nothing is known of its values: construct the model inside "
             "zero_full.Init()"
@@ -204,7 +204,7 @@ def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
     for name, tensor in named.items():
         twin = twin_of(tensor)
         # A later check raises on parameters that another engine has sharded.
-        is_real = twin is None and tensor.requires_grad and not is_released(tensor)
+        is_real = twin is None and tensor.requires_grad and not (tensor.is_meta or is_released(tensor))
         if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
             memory = 0 if twin is None else id(twin.untyped_storage())
             start = tensor.data_ptr() if twin is None else int(twin.storage_offset()) * twin.itemsize

@@ -18,7 +18,7 @@ from zero_full.kernels.files import BlockIO, aligned_empty, describe
 
 Rows = list[tuple[str, str]]
 PIECE = 2**26  # bytes per copy or transfer
-MOST = 64  # largest number of pieces in the file
+MAX_PIECES = 64  # largest number of pieces in the file
 SECONDS = 2.0  # per kind of copy
 
 
@@ -27,7 +27,7 @@ def memory_rows(seconds: float = SECONDS, piece: int = PIECE) -> Rows:
     source, target = (torch.ones(piece, dtype=torch.uint8) for _ in range(2))
     threads = torch.get_num_threads()
     within = _rate(lambda: target.copy_(source), piece, seconds)
-    rows = [("memory to memory", f"{_told(within)}, {threads} thread{'s' if threads > 1 else ''}")]
+    rows = [("memory to memory", f"{_per_second(within)}, {threads} thread{'s' if threads > 1 else ''}")]
     if torch.accelerator.is_available():
         rows += _device_rows(seconds, piece)
     return rows
@@ -40,7 +40,7 @@ def _device_rows(seconds: float, piece: int) -> Iterator[tuple[str, str]]:
         here = torch.empty(piece, dtype=torch.uint8, pin_memory=pin)
         down = _rate(lambda here=here: _copied(here, there), piece, seconds)  # type: ignore[misc]
         up = _rate(lambda here=here: _copied(there, here), piece, seconds)  # type: ignore[misc]
-        yield f"{kind} memory, {device}", f"to the host {_told(down)}, to the device {_told(up)}"
+        yield f"{kind} memory, {device}", f"to the host {_per_second(down)}, to the device {_per_second(up)}"
 
 
 def _copied(to: Tensor, source: Tensor) -> None:
@@ -52,9 +52,9 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
     """Measure the disk of a directory as NVMe offloading uses it: write, read and delete a file."""
     directory = Path(place)
     if not directory.is_dir():
-        raise MeasureError(f"{place} is no directory: give one on the disk that is to be measured")
+        raise MeasureError(f"{place} is not a directory. Pass a directory on the disk to measure")
     if not (hasattr(os, "preadv") and hasattr(os, "fdatasync")):
-        raise MeasureError(f"{place} cannot be measured: this reads and writes in the way of Linux")
+        raise MeasureError(f"{place} cannot be measured: only Linux has the system calls for it")
     try:
         how = describe(directory)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file, BlockIO() as io:
@@ -65,10 +65,10 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
             again, reading = _repeated(lambda n: _read(io, file.name, buffer, n), count, seconds)
     except OSError as error:
         raise MeasureError(f"{place} cannot be measured: {error}") from error
-    note = "" if how.direct else " (perhaps from the page cache, and not from the disk)"
+    note = "" if how.direct else " (possibly from the page cache instead of the disk)"
     return [
-        (f"write to {place}", f"{_told(count * piece / writing)}, {human(count * piece)}"),
-        (f"read from {place}", f"{_told(again * piece / reading)}, {human(again * piece)}{note}"),
+        (f"write to {place}", f"{_per_second(count * piece / writing)}, {human(count * piece)}"),
+        (f"read from {place}", f"{_per_second(again * piece / reading)}, {human(again * piece)}{note}"),
         ("by", str(how)),
     ]
 
@@ -79,7 +79,7 @@ def _room(directory: Path, piece: int) -> int:
     free = found.f_bavail * found.f_frsize
     if free < 2 * piece:
         raise MeasureError(f"{directory} has {human(free)} free, and at least {human(2 * piece)} are needed")
-    return min(MOST, free // 2 // piece)
+    return min(MAX_PIECES, free // 2 // piece)
 
 
 def _write(io: BlockIO, path: str, buffer: Tensor, number: int) -> None:
@@ -107,5 +107,5 @@ def _rate(copy: Callable[[], object], size: int, seconds: float) -> float:
     return count * size / elapsed
 
 
-def _told(rate: float) -> str:
+def _per_second(rate: float) -> str:
     return f"{human(round(rate))}/s"

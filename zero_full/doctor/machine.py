@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from zero_full.formatting import behind, terminal
+from zero_full.formatting import table_row, terminal_width
 
 TORCH_AT_LEAST = (2, 11)
 PYDANTIC_AT_LEAST = (2, 0)
@@ -32,29 +32,24 @@ def report() -> str:
         "optional packages": optional_packages(),
         "compiled ops": compiled_ops(),
     }
-    column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal()
+    column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal_width()
     lines: list[str] = []
     for title, rows in sections.items():
         lines.append(title)
         for name, value in rows:
-            lines += behind(f"  {name}", value, column, width)
+            lines += table_row(f"  {name}", value, column, width)
         lines.append("")
     return "\n".join(lines)
 
 
 def problems() -> list[str]:
     """Return the problems that prevent the package from running, each with its remedy."""
-    least = ".".join(map(str, TORCH_AT_LEAST))
-    found = []
-    torch, reason = imported("torch")
-    if torch is None:
-        found.append(f"torch cannot be imported ({reason}), remedy: pip install 'torch>={least}'")
-    else:
-        if release_of(torch.__version__) < TORCH_AT_LEAST:
-            found.append(f"torch {torch.__version__} is too old, remedy: pip install 'torch>={least}'")
-        if not distributed_available(torch):
-            found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
-    return found + pydantic_problems() + safetensors_problems() + launcher_problems()
+    found = requirement_problems("torch", TORCH_AT_LEAST)
+    torch, _ = imported("torch")
+    if torch is not None and not distributed_available(torch):
+        found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
+    found += requirement_problems("pydantic", PYDANTIC_AT_LEAST)
+    return found + requirement_problems("safetensors") + launcher_problems()
 
 
 def main(measure: str | None = None) -> int:
@@ -173,7 +168,7 @@ def why_no_cuda(torch: Any) -> str:
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every device; unset it"
     kind = "CUDA" if torch.version.cuda else "ROCm"
-    return f"torch is built for {kind} {built_for} but finds no device; see whether the driver is loaded"
+    return f"torch is built for {kind} {built_for} but finds no device; check that the driver is loaded"
 
 
 def distributed() -> Rows:
@@ -190,14 +185,11 @@ def collective_strategies() -> list[tuple[str, str]]:
     torch, _ = imported("torch")
     if torch is None or not distributed_available(torch):
         return []
-    answers = {
-        "gloo": "shared memory on one Linux host, else slices sent directly and summed locally; "
-        "on a device, the same through the host's memory",
-        "nccl": "the backend's own collectives",
-        "mpi": "the backend's own collectives",
-        "ucc": "the backend's own collectives",
-        "xccl": "the backend's own collectives",
-    }
+    gloo = (
+        "shared memory on one Linux host, else slices sent directly and summed locally; "
+        "on a device, the same through the host's memory"
+    )
+    answers = {"gloo": gloo, **dict.fromkeys(("nccl", "mpi", "ucc", "xccl"), "the backend's own collectives")}
     asks = {name: getattr(torch.distributed, f"is_{name}_available", lambda: False) for name in answers}
     return [(name, answer) for name, answer in answers.items() if asks[name]()]
 
@@ -212,10 +204,10 @@ def launcher() -> Rows:
     try:
         place = launch.find_place(os.environ)
     except launch.LaunchError:
-        return [*rows, ("so this is", "not clear")]
+        return [*rows, ("this process", "not clear")]
     alone = "one process; for more: torchrun --nproc-per-node=2 train.py"
-    told = f"rank {place.rank} of {place.world_size}, says {place.by}" if place else alone
-    return [*rows, ("so this is", told)]
+    place_text = f"rank {place.rank} of {place.world_size}, set by {place.by}" if place else alone
+    return [*rows, ("this process", place_text)]
 
 
 def launcher_problems() -> list[str]:
@@ -234,22 +226,15 @@ def launcher_problems() -> list[str]:
     return [] if problem is None else [problem]
 
 
-def pydantic_problems() -> list[str]:
-    """Return a problem if pydantic, which validates the configuration, is missing or too old."""
-    least = ".".join(map(str, PYDANTIC_AT_LEAST))
-    remedy = f"remedy: pip install 'pydantic>={least}'"
-    pydantic, reason = imported("pydantic")
-    if pydantic is None:
-        return [f"pydantic cannot be imported ({reason}), {remedy}"]
-    version = str(getattr(pydantic, "VERSION", "0"))
-    return [f"pydantic {version} is too old, {remedy}"] if release_of(version) < PYDANTIC_AT_LEAST else []
-
-
-def safetensors_problems() -> list[str]:
-    """Return a problem if safetensors, which reads and writes weights, is missing."""
-    safetensors, reason = imported("safetensors")
-    missing = f"safetensors cannot be imported ({reason}), remedy: pip install safetensors"
-    return [missing] if safetensors is None else []
+def requirement_problems(name: str, least: tuple[int, ...] = ()) -> list[str]:
+    """Return a problem if a required package cannot be imported, or is older than release `least`."""
+    wanted = f"'{name}>={'.'.join(map(str, least))}'" if least else name
+    module, reason = imported(name)
+    if module is None:
+        return [f"{name} cannot be imported ({reason}), remedy: pip install {wanted}"]
+    version = str(getattr(module, "VERSION", None) or getattr(module, "__version__", "0"))
+    too_old = release_of(version) < least
+    return [f"{name} {version} is too old, remedy: pip install {wanted}"] if too_old else []
 
 
 def optional_packages() -> Rows:

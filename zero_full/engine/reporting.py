@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.engine.stopwatch import Stopwatch
-from zero_full.formatting import duration, human, rate
+from zero_full.formatting import duration, human, three_digits
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
@@ -49,7 +49,7 @@ class Pace:
         if self.timed and seconds > 0:
             yield duration(seconds / self.timed)
             yield from (
-                f"{rate(count / seconds)} {what}/s"
+                f"{three_digits(count / seconds)} {what}/s"
                 for what, count in (("samples", self.samples), ("tokens", self.tokens))
                 if count
             )

@@ -72,8 +72,10 @@ def reload(folder: Path) -> float:
 def main() -> int:
     """Train or reload, and print the loss."""
     parser = argparse.ArgumentParser(description="train sharded, export, reload in plain PyTorch")
-    parser.add_argument("--out", type=Path, default=Path("weights"), metavar="DIR", help="where to export to")
-    parser.add_argument("--reload", type=Path, metavar="DIR", help="what to read instead of training")
+    parser.add_argument(
+        "--out", type=Path, default=Path("weights"), metavar="DIR", help="folder of the exported weights"
+    )
+    parser.add_argument("--reload", type=Path, metavar="DIR", help="read this folder instead of training")
     args = parser.parse_args()
     loss = reload(args.reload) if args.reload else train(args.out)
     if loss is not None:

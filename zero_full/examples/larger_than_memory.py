@@ -78,10 +78,10 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--plain", action="store_true", help="build as usual, which must fail")
+    parser.add_argument("--plain", action="store_true", help="construct without Init, which must fail")
     arguments = parser.parse_args()
     if resource is None or not Path("/proc/self/status").exists():
-        parser.error("this example limits its memory in the way of Linux: run it there")
+        parser.error("this example needs Linux, to limit its memory")
     torch.set_num_threads(1)
     give_memory_back()
     zero_full.init_distributed("gloo")

@@ -66,11 +66,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder that all hosts share")
     parser.add_argument("--config", type=Path, help="a JSON file")
-    parser.add_argument("--stage", type=int, help="in the place of the file's, or of 3")
+    parser.add_argument("--stage", type=int, help="default: the configuration's, or 3")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds after each step, to have time for kill"
+        "--pause", type=float, default=0.0, help="seconds after each step, to leave time for a kill"
     )
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

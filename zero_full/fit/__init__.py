@@ -2,18 +2,18 @@
 
     python -m zero_full fit --hf-config config.json --world 8 --memory 80GB
 
-`families.txt` describes the supported model families. `read.py` makes a model of that shape on the meta
+`families.txt` describes the supported model families. `hf_config.py` makes a model of that shape on the meta
 device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. Only activations are estimated:
-see [Note: activations] in `saved.py`. To run the model itself, transformers would be required.
+see [Note: activations] in `activation_estimate.py`. Running the model itself would require transformers.
 """
 
 from zero_full.errors import FitError
+from zero_full.fit.activation_estimate import LOSS, Batch, activations, with_loss
 from zero_full.fit.choice import LADDER, PRECISIONS, TIGHT, Candidate, Fit, Machine, Run, fit
-from zero_full.fit.command import main
+from zero_full.fit.fit_command import main
 from zero_full.fit.grammar import families
-from zero_full.fit.read import Shape, read, shape_of
-from zero_full.fit.saved import LOSS, Batch, activations, with_loss
-from zero_full.fit.words import snippet, torchrun
+from zero_full.fit.hf_config import Shape, read, shape_of
+from zero_full.fit.snippets import snippet, torchrun
 
 __all__ = [
     "LADDER",

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_full.errors import FitError
-from zero_full.fit.read import Shape, key_of
-from zero_full.fit.saved import Batch, with_loss
+from zero_full.fit.activation_estimate import Batch, with_loss
+from zero_full.fit.hf_config import Shape, key_of
 from zero_full.plan import Plan, human, plan
 
 HOST, FILE = "cpu", "nvme"
@@ -104,12 +104,12 @@ def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     model = shape.model()
     tried: list[Candidate] = []
     left = with_loss(shape, run.batch, PRECISIONS[run.precision][1])
-    for stage, place in rungs(machine):
+    for stage, place in attempts(machine):
         if place and _best(tried) is not None:
             break
         config = run.config(stage, place)
         made = replace(plan(model, config, machine.world), activations=left)
-        tried.append(Candidate(config, made, *_judged(made, machine)))
+        tried.append(Candidate(config, made, *_verdict_of(made, machine)))
     best = _best(tried)
     tight = next((each for each in tried if each.verdict == "tight"), None)
     return Fit(tuple(tried), best or tight)
@@ -119,10 +119,10 @@ def _check_positions(shape: Shape, context: int) -> None:
     positions = shape.sizes.get("positions", context)
     if context > positions:
         key = key_of(shape.family, "positions")
-        raise FitError(f"--context: {context:,} tokens are more than {key}, {positions:,}")
+        raise FitError(f"--context: {context:,} tokens exceed {key}, {positions:,}")
 
 
-def rungs(machine: Machine) -> Iterator[tuple[int, str]]:
+def attempts(machine: Machine) -> Iterator[tuple[int, str]]:
     """Yield the entries of `LADDER` that this machine has memory or disk for."""
     for stage, place in LADDER:
         has_host = machine.host_memory is not None or not place
@@ -134,7 +134,7 @@ def _best(tried: Sequence[Candidate]) -> Candidate | None:
     return next((each for each in tried if each.verdict in ("yes", "perhaps")), None)
 
 
-def _judged(made: Plan, machine: Machine) -> tuple[str, str]:
+def _verdict_of(made: Plan, machine: Machine) -> tuple[str, str]:
     """Return the verdict and the reason."""
     places = [("on the GPU", made.peak, machine.memory)]
     if made.host:

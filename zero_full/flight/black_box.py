@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.parts import DONE, FORMAT, file_of, folder_of
+from zero_full.flight.rank_files import DONE, FORMAT, file_of, folder_of
 
 log = logging.getLogger("zero_full")
 EVENTS = 20_000  # in one file, at most
-FULL = "writing the recording %s failed (%s): it ends here"
+WRITE_FAILED = "cannot write the recording %s (%s): it ends here"
 
 
 class BlackBox:
@@ -62,7 +62,7 @@ class BlackBox:
                     self._put(text)
                     self._count("what" in line, ends_step)
                 except OSError as error:
-                    log.warning(FULL, self.path, error)
+                    log.warning(WRITE_FAILED, self.path, error)
                     self._close()
 
     def _count(self, begins: bool, ends_step: bool) -> None:

@@ -29,46 +29,50 @@ class Scene:
     whereabouts: Mapping[int, str]  # by missing rank, the rest of a sentence about it
 
 
-def caption(told: Scene) -> tuple[str, str]:
+def caption(scene: Scene) -> tuple[str, str]:
     """Return the title and the text of a frame."""
-    frame = told.frame
+    frame = scene.frame
     if frame["what"] == BETWEEN:
         return f"After step {frame['step']}", "This is what each rank keeps between steps."
     title = TITLES.get(frame["what"], frame["what"])
     title = f"{title}: {frame['name']}" if frame["name"] else f"{title} of step {frame['step']}"
-    return title, " ".join(_sentences(frame, told.whereabouts))
+    return title, " ".join(_sentences(frame, scene.whereabouts))
 
 
-def called(what: str, name: str) -> str:
+def in_sentence(what: str, name: str) -> str:
     """Return the name of a call, to stand inside a sentence."""
     title = TITLES.get(what, what).lower()
     return f"{title} of {name}" if name else title
 
 
 def _sentences(frame: Mapping[str, Any], whereabouts: Mapping[int, str]) -> list[str]:
-    said = []
+    sentences = []
     if whereabouts:
         waiting = [rank for rank, start in enumerate(frame["start"]) if start is not None]
         verb = "waits" if len(waiting) == 1 else "wait"
-        said.append(f"{ranks_told(waiting).capitalize()} {verb} for {ranks_told(list(whereabouts))}.")
+        sentences.append(
+            f"{ranks_in_words(waiting).capitalize()} {verb} for {ranks_in_words(list(whereabouts))}."
+        )
         shown = list(whereabouts.items())[:NAMED]
-        said += [f"Rank {rank} {text}." for rank, text in shown]
+        sentences += [f"Rank {rank} {text}." for rank, text in shown]
     elif frame["last"] is not None:
-        said.append(_waits(frame))
+        sentences.append(_waits(frame))
     elif frame["sent"] is None:
-        said.append(_lengths(frame))
+        sentences.append(_lengths(frame))
     if frame["failed"]:
-        said.append(f"It failed: {frame['failed']}.")
-    return said
+        sentences.append(f"It failed: {frame['failed']}.")
+    return sentences
 
 
 def _waits(frame: Mapping[str, Any]) -> str:
     waits = {rank: us for rank, us in enumerate(frame["waited"]) if us > AT_ONCE_US}
     if not waits:
-        return "All came at the same time."
+        return "All ranks arrived at the same time."
     longest = max(waits.values())
     verb = "waited" if len(waits) == 1 else "waited up to"
-    return f"{ranks_told(list(waits)).capitalize()} {verb} {ms(longest)} for rank {frame['last']}, the last."
+    return (
+        f"{ranks_in_words(list(waits)).capitalize()} {verb} {ms(longest)} for rank {frame['last']}, the last."
+    )
 
 
 def _lengths(frame: Mapping[str, Any]) -> str:
@@ -86,7 +90,7 @@ def ms(us: int) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
-def ranks_told(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Format ranks as in "ranks 0, 1 and 2"; a long list ends in "and 5 others"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from zero_full.flight.captions import ms, ranks_told
-from zero_full.flight.parts import CLOSED, LEFT
+from zero_full.flight.captions import ms, ranks_in_words
+from zero_full.flight.rank_files import CLOSED, LEFT
 from zero_full.flight.timeline import PASSES
 from zero_full.formatting import counted, human, printable
 
@@ -24,8 +24,8 @@ LETTERS = {
     "sum": "S",
     "gather_objects": "O",
 }
-MEANING = "f forward  b backward  u update  R reduce-scatter  G all-gather  A all-reduce\n"
-MEANING += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank  . other"
+LEGEND = "f forward  b backward  u update  R reduce-scatter  G all-gather  A all-reduce\n"
+LEGEND += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank  . other"
 WAITS, OTHER = "~", "."
 BESIDE = " beside "  # label of the row for other threads than that of forward, backward and step
 Frame = Mapping[str, Any]
@@ -41,14 +41,14 @@ def picture(recording: Mapping[str, Any], moments: bool = False) -> Iterator[str
     for step in sorted({frame["step"] for frame in frames}):
         yield ""
         yield from _step(recording, [frame for frame in frames if frame["step"] == step], step)
-    yield from ("", *MEANING.splitlines(), "")
+    yield from ("", *LEGEND.splitlines(), "")
     yield from _ranks(recording)
     for rank in recording["present"]:
         if (failed := recording["ended"][rank]) not in ("", CLOSED):
             yield from _folded(f"rank {rank}: {failed}")
     if stuck := [frame for frame in frames if frame["missing"] or frame["failed"]]:
         yield ""
-        yield "What did not end well, in the order of time:"
+        yield "Failed or incomplete calls, by time:"
         for frame in stuck:
             yield from _moment(frame)
     if moments:
@@ -64,15 +64,17 @@ def _about(recording: Mapping[str, Any]) -> Iterator[str]:
         f"recorded from {began:%Y-%m-%d %H:%M:%S} UTC on."
     )
     if absent := sorted(set(range(recording["ranks"])) - set(recording["present"])):
-        yield from _folded(f"Of {ranks_told(absent)} nothing is here.")
+        yield from _folded(f"There are no events of {ranks_in_words(absent)}.")
     dropped = recording["dropped"]
     if dropped["events"]:
         steps, events = dropped["steps"], dropped["events"]
-        yield from _folded(f"What came before is dropped: {events} events of {counted(steps, 'step')}.")
+        yield from _folded(f"Earlier events are dropped: {events} events of {counted(steps, 'step')}.")
     if recording["unaligned"]:
-        yield from _folded(f"The clock of {ranks_told(recording['unaligned'])} could not be compared.")
+        yield from _folded(
+            f"The clock of {ranks_in_words(recording['unaligned'])} could not be aligned with the others."
+        )
     if recording["device"] != "cpu":
-        yield from _folded("Times are when the host has queued the work, not when the device did it.")
+        yield from _folded("Times are when the host queued the work, not when the device did it.")
 
 
 def _step(recording: Mapping[str, Any], frames: Sequence[Frame], step: int) -> Iterator[str]:
@@ -115,14 +117,14 @@ def _letter(calls: Counter[str], passes: Counter[str], whole: float) -> str:
 
 def _ranks(recording: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table: each rank's waiting time, for which rank, its peak memory, how its recording ended."""
-    yield f"{'':8}{'waited':>10}  {'most of it for':22}{'held at most':>14}  its recording was"
+    yield f"{'':8}{'waited':>10}  {'most of it for':22}{'peak memory':>14}  recording"
     for rank in recording["present"]:
         mine = recording["waits"][rank]
-        told = f"rank {mine[0][0]}, {ms(mine[0][1])}" if mine else ""
+        longest = f"rank {mine[0][0]}, {ms(mine[0][1])}" if mine else ""
         most = max(frame["live"][rank] for frame in recording["frames"])
         known = recording["ended"][rank]
-        ended = {"": "not heard of again", CLOSED: CLOSED, LEFT: "left"}.get(known, "failed")
-        yield f"rank {rank:<3}{ms(sum(us for _, us in mine)):>10}  {told:22}{human(most):>14}  {ended}"
+        ended = {"": "not ended", CLOSED: CLOSED, LEFT: "left"}.get(known, "failed")
+        yield f"rank {rank:<3}{ms(sum(us for _, us in mine)):>10}  {longest:22}{human(most):>14}  {ended}"
 
 
 def _moment(frame: Frame) -> Iterator[str]:

@@ -26,16 +26,16 @@ from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.parts import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
-from zero_full.flight.timeline import put_together
+from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
+from zero_full.flight.timeline import merge
 from zero_full.shard.access.held_bytes import HeldBytes
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
-STEPS = 3  # kept, by default
+STEPS = 3  # to keep, by default
 FEW = 16  # ranks; up to this many, every failing rank merges all files; of more, only the first one
-SEEN = "what each rank did last: python -m zero_full replay %s"
-LATER = "%s could not be put together (%s); later it can: python -m zero_full replay %s"
+REPLAY = "to see the last calls of each rank: python -m zero_full replay %s"
+NOT_MERGED = "%s could not be merged (%s). Merge it later: python -m zero_full replay %s"
 
 
 class FlightRecorder:
@@ -139,7 +139,7 @@ class FlightRecorder:
 
     def _fail(self, reason: str) -> None:
         if not self.closed:
-            log.error(SEEN, self.path)
+            log.error(REPLAY, self.path)
             self._end(reason)
 
     def begin(self, what: str) -> None:
@@ -200,11 +200,11 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
     try:
         alone = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
         if alone or all_done(folder, box.about["ranks"]):
-            put_together(box.path)
+            merge(box.path)
     except FileNotFoundError:  # another rank has merged the parts at the same time
         pass
     except (OSError, RecordingError) as error:
-        log.warning(LATER, box.path, error, box.path)
+        log.warning(NOT_MERGED, box.path, error, box.path)
 
 
 def _run_id() -> str:

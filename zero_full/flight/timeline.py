@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.captions import BETWEEN, Scene, called, caption
+from zero_full.flight.captions import BETWEEN, Scene, caption, in_sentence
 from zero_full.flight.clocks import ONE_SIDED, offsets
-from zero_full.flight.parts import (
+from zero_full.flight.rank_files import (
     CLOSED,
     FORMAT,
     VERSION,
-    Happening,
+    RankEvent,
     RankTrace,
     folder_of,
     read_parts,
 )
 
-MOST = 200_000  # events of all ranks together in a recording; earlier ones are dropped
-TRIES = 3  # to merge while other ranks still write
+MAX_EVENTS = 200_000  # events of all ranks together in a recording; earlier ones are dropped
+MERGE_ATTEMPTS = 3  # to merge while other ranks still write
 Key = tuple[Any, ...]
 PASSES = ("forward", "backward", "step", BETWEEN)
 
@@ -42,17 +42,17 @@ class Moment:
     name: str
     step: int
     ranks: Sequence[int]  # all that should take part
-    by: dict[int, Happening]
+    by: dict[int, RankEvent]
 
 
-def put_together(path: Path) -> dict[str, Any]:
+def merge(path: Path) -> dict[str, Any]:
     """Merge the ranks' files into the recording at `path`. If all ranks have ended, delete the files.
 
     FileNotFoundError if another rank has done so meanwhile.
     """
     folder, aside = folder_of(path), path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        for _ in range(TRIES):  # another rank may write meanwhile, and merge a longer recording
+        for _ in range(MERGE_ATTEMPTS):  # another rank may write meanwhile, and merge a longer recording
             known = newest(folder)
             parts = read_parts(folder)
             made = recording_of(parts)
@@ -81,24 +81,24 @@ def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
     first = _first_step(parts)
     for part in parts:
         part.dropped_steps += sum(step < first for step in part.ends)
-        part.dropped_events += sum(each.step < first for each in part.happenings)
-        part.happenings = [each for each in part.happenings if each.step >= first]
+        part.dropped_events += sum(each.step < first for each in part.events)
+        part.events = [each for each in part.events if each.step >= first]
     moments = list(_moments(by_rank))
     clock = offsets(sorted(by_rank), _meetings(moments))
     for rank, part in by_rank.items():
         by_wall = round(1e6 * (about["started"] - part.about["started"]))
         _shift(part, -clock.get(rank, by_wall))
     moments.sort(key=lambda moment: min(each.start for each in moment.by.values()))
-    most = max(1, MOST // max(1, len(parts)))
+    most = max(1, MAX_EVENTS // max(1, len(parts)))
     cut, moments = sum(len(moment.by) for moment in moments[:-most]), moments[-most:]
     origin = min((each.start for moment in moments for each in moment.by.values()), default=0)
     for part in parts:
         _shift(part, -origin)
-    kinds = list(dict.fromkeys(kind for part in parts for each in part.happenings for kind in each.held))
+    kinds = list(dict.fromkeys(kind for part in parts for each in part.events for kind in each.held))
     frames = list(Frames(by_rank, moments, kinds, int(about["ranks"])))
     return {
         FORMAT: VERSION,
-        **{key: value for key, value in about.items() if key in KEPT},
+        **{key: value for key, value in about.items() if key in ABOUT_KEYS},
         "present": sorted(by_rank),
         "kinds": kinds,
         "dropped": {
@@ -123,7 +123,7 @@ def waits(frames: Sequence[Mapping[str, Any]], ranks: int) -> list[list[tuple[in
     return [each.most_common() for each in found]
 
 
-KEPT = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
+ABOUT_KEYS = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
 
 
 def _first_step(parts: Sequence[RankTrace]) -> int:
@@ -134,7 +134,7 @@ def _first_step(parts: Sequence[RankTrace]) -> int:
 
 
 def _shift(part: RankTrace, by: int) -> None:
-    for each in part.happenings:
+    for each in part.events:
         each.start += by
         each.end = None if each.end is None else each.end + by
     part.ends = {step: at + by for step, at in part.ends.items()}
@@ -145,7 +145,7 @@ def _moments(by_rank: Mapping[int, RankTrace]) -> Iterator[Moment]:
     found: dict[Key, Moment] = {}
     for rank, part in by_rank.items():
         passes = Counter[tuple[str, int]]()
-        for each in part.happenings:
+        for each in part.events:
             if each.group >= 0:
                 ranks = part.groups[each.group]
                 key: Key = (each.group, tuple(ranks), each.call, each.what, each.name)
@@ -177,7 +177,7 @@ class Frames:
         self.held = [[0] * len(kinds) for _ in range(ranks)]
         self.until = max((part.last for part in by_rank.values()), default=0)
         self.calls = {
-            (rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.happenings
+            (rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.events
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -212,8 +212,8 @@ class Frames:
             "beside": any(each.beside for each in moment.by.values()),
             "failed": next((each.failed for each in moment.by.values() if each.failed), ""),
         }
-        told = Scene(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
-        frame["title"], frame["text"] = caption(told)
+        scene = Scene(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
+        frame["title"], frame["text"] = caption(scene)
         return frame
 
     def _of_each(self, values: Mapping[int, Any], otherwise: Any = None) -> list[Any]:
@@ -222,17 +222,17 @@ class Frames:
     def _knows(self, rank: int, moment: Moment) -> bool:
         """Return whether this rank was recording when the others arrived."""
         part, came = self.by_rank.get(rank), min(each.start for each in moment.by.values())
-        if part is None or not part.happenings:
+        if part is None or not part.events:
             return False
-        return part.happenings[0].start <= came and not (part.ended == CLOSED and part.last <= came)
+        return part.events[0].start <= came and not (part.ended == CLOSED and part.last <= came)
 
     def _whereabouts(self, rank: int, moment: Moment) -> str:
         """Describe where a missing rank is: at another call in place of this one, or at its last event."""
         part = self.by_rank[rank]
         mine = next(iter(moment.by.values()))
         if (each := self.calls.get((rank, mine.group, mine.call))) is not None:
-            return f"makes another call in its place, {called(each.what, each.name)}"
-        seen = part.happenings[-1]
+            return f"makes another call in its place, {in_sentence(each.what, each.name)}"
+        seen = part.events[-1]
         where = "in" if seen.end is None else "after"
-        what = called(seen.what, seen.name)
+        what = in_sentence(seen.what, seen.name)
         return f"has not come, and was last seen {where} {what} of step {seen.step}"

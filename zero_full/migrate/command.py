@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_full.check.verdict import look
+from zero_full.check.check_command import check_file
 from zero_full.config import implied_world, resolve
 from zero_full.errors import ConfigError, MigrateError
 from zero_full.migrate.calls import configurations, look_at_calls
@@ -133,12 +133,12 @@ def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _json(path: Path, world: int | None) -> int:
     try:
-        looked = look(path, world)
+        checked = check_file(path, world)
     except ConfigError as error:
         raise MigrateError(str(error)) from None
-    for each in looked.told:
+    for each in checked.printed:
         remark = "" if each.kind == "refused" else "remark: "
         print(f"{path}:{each.line}: {remark}{each.text}")
-    if not looked.count("refused"):
-        print(f"{path}: can be used on {looked.ranks} (--world asks for others)")
-    return looked.count("refused")
+    if not checked.count("refused"):
+        print(f"{path}: can be used on {checked.ranks} (--world asks for others)")
+    return checked.count("refused")

@@ -6,11 +6,11 @@
 The model may be on the meta device. No memory is allocated for it.
 
 [Note: what is exact] A plan runs the runtime itself for one step on the meta device, as the first of `world`
-ranks (`rehearsal.py`). Parameters, buffers, gradients, master weights, optimizer state and traffic equal a
+ranks (`simulation.py`). Parameters, buffers, gradients, master weights, optimizer state and traffic equal a
 rank's ledger, to the byte. Each row of temporary memory is its peak within a step on an accelerator. A CPU
 needs more: it keeps a reduced buffer for the next bucket, and sums 16-bit numbers in wider copies.
 
-A plan's step calls each module once, in the order of registration: see [Note: a pretended pass]. Stage 3's
+A plan's step calls each module once, in the order of registration: see [Note: a fake pass]. Stage 3's
 traffic and gathered parameters depend on this order, and so does the set of gradients in flight at one time.
 
 The rows may peak at different times. The total peak adds them up, so it is an upper bound. Activations are
@@ -24,9 +24,9 @@ buffers, temporaries of an optimizer's own step, and its step counters.
 from zero_full.errors import PlanError
 from zero_full.formatting import SCALES, human
 from zero_full.plan.activations import activations
-from zero_full.plan.answer import Plan, side_by_side
-from zero_full.plan.ask import STAGES, plan, plan_stages
-from zero_full.plan.command import input_of, main, model_of
+from zero_full.plan.plan_command import input_of, main, model_of
+from zero_full.plan.planning import STAGES, plan, plan_stages
+from zero_full.plan.result import Plan, side_by_side
 
 __all__ = [
     "SCALES",

@@ -20,9 +20,9 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
     scores, unlike on a CPU or a GPU.
     """
     seen: dict[int, torch.UntypedStorage] = {}
-    own: dict[int, torch.UntypedStorage] = {}
+    weights: dict[int, torch.UntypedStorage] = {}
 
-    def note(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
+    def record(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             into[identity_of(storage)] = storage  # kept alive, so that its identity is not reused
@@ -32,13 +32,13 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
         state = {name: _like(t, dtypes.of(t.dtype)) for name, t in model.named_parameters()}
         buffers = dtypes.of_buffers(model)
         state |= {name: _like(t, buffers[name]) for name, t in model.named_buffers()}
-        given = tuple(_like(t, t.dtype) for t in inputs)
-        mapped(partial(note, own), state)
-        mapped(partial(note, seen), given)
-        with torch.autograd.graph.saved_tensors_hooks(partial(note, seen), lambda saved: saved):
-            outputs = _forward(model, state, given)
-        mapped(partial(note, seen), outputs)
-    return sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+        fake_inputs = tuple(_like(t, t.dtype) for t in inputs)
+        mapped(partial(record, weights), state)
+        mapped(partial(record, seen), fake_inputs)
+        with torch.autograd.graph.saved_tensors_hooks(partial(record, seen), lambda saved: saved):
+            outputs = _forward(model, state, fake_inputs)
+        mapped(partial(record, seen), outputs)
+    return sum(storage.nbytes() for key, storage in seen.items() if key not in weights)
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,6 +52,6 @@ def _forward(model: nn.Module, state: dict[str, Tensor], given: tuple[Tensor, ..
         shapes = ", ".join(f"{'x'.join(map(str, t.shape))}:{t.dtype}".replace("torch.", "") for t in given)
         raise PlanError(
             f"the model's forward failed on {shapes} with {type(error).__name__}: {error}\n"
-            "Nothing is computed here, so it must not look at values; without a batch there is a plan for "
-            "everything else"
+            "A plan runs forward without values, so forward must not depend on them. Without a batch, "
+            "everything except activations is planned."
         ) from error

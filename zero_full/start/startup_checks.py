@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zero_full._compat import backend_of, default_store, keys_under
 from zero_full.comm.devices import shared_among, told
 from zero_full.comm.error_dedup import told_once
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.errors import CommunicationError, DesyncError, DisagreementError, SharedDeviceError
 from zero_full.formatting import ranks_listed
@@ -30,6 +31,8 @@ SHOWN = 8  # differences in a message, at most
 
 def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
     """Return the process groups that together reach every rank that has the same parameters."""
+    if isinstance(topology.data, PretendedGroup):
+        return []
     if topology.shard is not None and topology.replicate is not None:
         return [topology.shard, topology.replicate]
     data = topology.data

@@ -11,9 +11,9 @@ const zeroCalculatorPage = (() => {
   const KEPT = { parameters: "parameters", gradients: "gradients", master: "master", moments: "optimizer's state" }
   const PASSING = {
     gathered: "gathered parameters",
-    buckets: "gradients on their way",
+    buckets: "unreduced gradients",
     activations: "activations",
-    update: "copies for the optimizer",
+    update: "optimizer temporaries",
   }
   const NAMES = { ...KEPT, ...PASSING }
   const LOOKS = { gathered: "parameters", buckets: "gradients", update: "moments" } // striped, in that kind's colour
@@ -223,7 +223,7 @@ const zeroCalculatorPage = (() => {
   function hostNote(away) {
     const held = `gradients ${human(away.hostGradients)}, master and optimizer's state ${human(away.hostState)}`
     const moved = `${human(away.downByAll)} down and ${human(away.upByAll)} up`
-    const open = "Not counted: gradients on their way"
+    const open = "Not counted: unreduced gradients"
     return `On the host of each rank: ${held}. All ranks together copy ${moved} in a step. ${open}.`
   }
 

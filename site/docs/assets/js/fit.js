@@ -40,14 +40,14 @@ const zeroFitPage = (() => {
       return `${name}: give a number from ${wrong.min} to ${Number(wrong.max).toLocaleString("en")}.`
     }
     const { world, hosts } = asked().machine
-    return world % hosts ? `GPUs: ${world} cannot be shared out to ${hosts} hosts.` : ""
+    return world % hosts ? `GPUs: ${world} cannot be divided equally among ${hosts} hosts.` : ""
   }
 
   function configGiven() {
     try {
       return JSON.parse(form.elements.config.value)
     } catch (error) {
-      throw Error(`config.json is no JSON: ${error.message}`)
+      throw Error(`config.json is not JSON: ${error.message}`)
     }
   }
 

@@ -47,7 +47,7 @@ const zeroFit = (() => {
   function checkPositions({ family, sizes: { positions } }, context) {
     if (positions === undefined || context <= positions) return
     const key = zeroFitShape.keyOf(family, "positions"), [asked, most] = [context, positions].map(grouped)
-    throw Error(`tokens in each: ${asked} tokens are more than ${key}, ${most}`)
+    throw Error(`tokens in each: ${asked} tokens exceed ${key}, ${most}`)
   }
 
   function fit(shape, machine, run) {

@@ -1,4 +1,4 @@
-// From a config.json to a model's shape, as zero_full/fit/read.py and saved.py: no elements of the page in here.
+// From a config.json to a model's shape, as zero_full/fit/hf_config.py and activation_estimate.py: no elements of the page in here.
 // A classic script and not a module: Chromium loads no modules from file://. Everything is in `zeroFitShape`; the
 // families are in `zeroFitData` (fit_data.js), read from zero_full/fit/families.txt when the site is built.
 
@@ -28,7 +28,7 @@ const zeroFitShape = (() => {
 
   // {family, sizes, notes} of what a config.json says. An Error names the key that is wrong or missing.
   function shapeOf(config) {
-    if (!isObject(config)) throw Error(`a config.json is an object of keys and values, not ${shown(config)}`)
+    if (!isObject(config)) throw Error(`config.json must be a JSON object, not ${shown(config)}`)
     const family = familyOf(config), sizes = {}, notes = architecture(config, family)
     for (const size of family.sizes) {
       if (size.name in sizes || !holds(size.when, sizes)) continue
@@ -39,20 +39,20 @@ const zeroFitShape = (() => {
     }
     if (sizes.layers > data.mostLayers) {
       const most = grouped(data.mostLayers)
-      throw Error(`${keyOf(family, "layers")}: ${grouped(sizes.layers)} layers are more than ${most}`)
+      throw Error(`${keyOf(family, "layers")}: ${grouped(sizes.layers)} layers exceed the limit of ${most}`)
     }
     return { family, sizes, notes }
   }
 
   function familyOf(config) {
     const name = config.model_type ?? null
-    if (name === null) throw Error("model_type: missing; it says which family this config.json is of")
+    if (name === null) throw Error("model_type is missing: it names the model's family")
     if (typeof name === "string" && Object.hasOwn(data.families, name)) return data.families[name]
     const inner = isObject(config.text_config) ? config.text_config.model_type : undefined
     const known = typeof inner === "string" && Object.hasOwn(data.families, inner)
-    const more = known ? `; what is in its text_config is (${inner}), give that alone` : ""
+    const more = known ? `. Its text_config is (${inner}): pass that alone` : ""
     const all = Object.keys(data.families).sort().join(", ")
-    throw Error(`model_type: ${shown(name)} is not known here, only ${all}${more}`)
+    throw Error(`model_type: ${shown(name)} is not supported, only ${all}${more}`)
   }
 
   function architecture({ architectures }, family) {
@@ -65,7 +65,7 @@ const zeroFitShape = (() => {
   function valueOf(size, config, family, sizes, notes) {
     const given = size.key === null ? null : (config[size.key] ?? null)
     if (given !== null) return givenValue(size, given)
-    if (size.default === null) throw Error(`${size.key}: missing, and ${family.model_type} has no size without it`)
+    if (size.default === null) throw Error(`${size.key} is missing: ${family.model_type} requires it`)
     const isFlag = typeof size.default === "boolean"
     const value = isFlag ? size.default : computed(size.default, family, sizes)
     if (size.key !== null) notes.push(`${size.key}: not given, so ${isFlag ? value : grouped(value)}`)
@@ -74,11 +74,11 @@ const zeroFitShape = (() => {
 
   function givenValue(size, given) {
     if (typeof size.default === "boolean") {
-      if (typeof given !== "boolean") throw Error(`${size.key}: ${shown(given)} is neither true nor false`)
+      if (typeof given !== "boolean") throw Error(`${size.key}: ${shown(given)} is not true or false`)
       return Number(given)
     }
     if (!Number.isInteger(given) || given < size.least || given > data.most) {
-      throw Error(`${size.key}: ${shown(given)} is no whole number from ${size.least} to ${grouped(data.most)}`)
+      throw Error(`${size.key}: ${shown(given)} is not a whole number from ${size.least} to ${grouped(data.most)}`)
     }
     return given
   }
@@ -90,12 +90,12 @@ const zeroFitShape = (() => {
     } catch (remainder) {
       const names = [remainder.dividend, remainder.divisor]
       const [dividend, divisor] = names.map((name) => [keyOf(family, name), sizes[name]])
-      const numbers = `${grouped(dividend[1])} cannot be divided by ${divisor[0]} ${grouped(divisor[1])}`
+      const numbers = `${grouped(dividend[1])} is not divisible by ${divisor[0]}, ${grouped(divisor[1])}`
       throw Error(`${dividend[0]}: ${numbers}`)
     }
     if (value >= 0) return value
     const [first, second] = expression.terms.map(([, factors]) => keyOf(family, factors[0]))
-    throw Error(`${second}: more than ${first}`)
+    throw Error(`${second} is larger than ${first}`)
   }
 
   const isNothing = (given) => given === null || given === false || given === 0 || given === "" ||
@@ -105,15 +105,14 @@ const zeroFitShape = (() => {
     const given = config[key] ?? null, isFlag = typeof value === "boolean"
     const wanted = value === null ? "none" : isFlag ? value : evaluated(value, sizes)
     if (value === null ? isNothing(given) : given === null || given === wanted) return
-    const said = `only ${wanted} is known here, for ${family.model_type}`
-    throw Error(`${key}: ${shown(given)} is another shape; ${said}`)
+    throw Error(`${key}: ${shown(given)} is not supported for ${family.model_type}, only ${wanted}`)
   }
 
   // Modules ---------------------------------------------------------------------------------------
 
   function tooLarge({ shape }, numel, family) {
     const first = shape[0].terms[0][1].find((name) => typeof name === "string")
-    const said = `a parameter of ${grouped(numel)} numbers is more than ${grouped(data.mostNumel)}`
+    const said = `a parameter of ${grouped(numel)} elements exceeds the limit of ${grouped(data.mostNumel)}`
     throw Error(`${keyOf(family, first)}: ${said}`)
   }
 

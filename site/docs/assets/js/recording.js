@@ -41,11 +41,11 @@ const zeroRecordingPage = (() => {
       found = JSON.parse(text)
     } catch (error) {
       if (text.startsWith(`{"${FORMAT}"`)) throw new Error(`${name} is one rank's part: python -m zero_full replay puts all parts together.`)
-      throw new Error(`${name} is no recording: engine.record(path) of zero_full makes them.`)
+      throw new Error(`${name} is not a recording. engine.record(path) of zero_full makes one.`)
     }
-    if (!found || typeof found !== "object" || !(FORMAT in found)) throw new Error(`${name} is no recording: engine.record(path) of zero_full makes them.`)
+    if (!found || typeof found !== "object" || !(FORMAT in found)) throw new Error(`${name} is not a recording. engine.record(path) of zero_full makes one.`)
     if (typeof found[FORMAT] === "object") throw new Error(`${name} is one rank's part: python -m zero_full replay puts all parts together.`)
-    if (found[FORMAT] !== VERSION) throw new Error(`${name} is of version ${found[FORMAT]}, and this page reads ${VERSION}.`)
+    if (found[FORMAT] !== VERSION) throw new Error(`${name} has format version ${found[FORMAT]}, not ${VERSION}, which this page reads.`)
     if (!Array.isArray(found.frames) || !found.frames.length) throw new Error(`${name} has no moments: nothing was recorded.`)
     return found
   }
@@ -79,7 +79,7 @@ const zeroRecordingPage = (() => {
     find(".steps select").innerHTML = `${steps.map(option).join("")}<option value="">all steps</option>`
     area.hidden = false
     find(".about").textContent = about(recording)
-    find(".told").innerHTML = table(["", "waited", "for whom", "held at most", "its recording was"], ranksTable(recording))
+    find(".told").innerHTML = table(["", "waited", "for whom", "peak memory", "recording"], ranksTable(recording))
     const sore = recording.frames.find((frame) => frame.failed || frame.missing.length)
     choose(sore ? sore.step : steps[steps.length - 1])
     if (sore) show(now.frames.indexOf(sore))
@@ -91,9 +91,9 @@ const zeroRecordingPage = (() => {
     const absent = Array.from({ length: ranks }, (_, rank) => rank).filter((rank) => !present.includes(rank))
     return [
       `Stage ${recording.stage} on ${ranks} rank${ranks > 1 ? "s" : ""} (${device}).`,
-      absent.length ? `Of ${listed(absent)} nothing is here.` : "",
-      dropped.events ? `What came before is dropped: ${dropped.events} events of ${dropped.steps} step${dropped.steps === 1 ? "" : "s"}.` : "",
-      unaligned.length ? `The clock of ${listed(unaligned)} could not be compared.` : "",
+      absent.length ? `There are no events of ${listed(absent)}.` : "",
+      dropped.events ? `Earlier events are dropped: ${dropped.events} events of ${dropped.steps} step${dropped.steps === 1 ? "" : "s"}.` : "",
+      unaligned.length ? `The clock of ${listed(unaligned)} could not be aligned with the others.` : "",
       device === "cpu" ? "" : "Times are when the host has queued the work, not when the device did it.",
       present.length > MOST_RANKS ? `Drawn are the ${MOST_RANKS} ranks that have waited longest, or were waited for.` : "",
     ].filter(Boolean).join(" ")
@@ -231,7 +231,7 @@ const zeroRecordingPage = (() => {
       const all = waits[rank].reduce((sum, [, us]) => sum + us, 0)
       const whom = waits[rank].slice(0, 3).map(([other, us]) => `rank ${other}: ${ms(us)}`).join(", ")
       const most = Math.max(...frames.map((frame) => frame.live[rank]))
-      const how = ended[rank] === "closed" ? "closed" : ended[rank] || "not heard of again"
+      const how = ended[rank] === "closed" ? "closed" : ended[rank] || "not ended"
       return [`rank ${rank}`, ms(all), whom, human(most), safe(how)]
     })
   }

@@ -6,45 +6,45 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.errors import RecordingError
-from zero_full.flight.parts import FORMAT, VERSION, folder_of, read_parts
 from zero_full.flight.picture import picture
-from zero_full.flight.timeline import newest, put_together, recording_of
+from zero_full.flight.rank_files import FORMAT, VERSION, folder_of, read_parts
+from zero_full.flight.timeline import merge, newest, recording_of
 
 
 def replay(path: Path, moments: bool = False) -> int:
     """Print a recording. Merge the ranks' files first, if they are newer. `moments`: also every moment."""
-    recording, made = opened(path)
+    recording, made = open_recording(path)
     if made:
-        print(f"{path} was put together of what the ranks have left in {folder_of(path)}")
+        print(f"{path} was merged from the ranks' files in {folder_of(path)}")
     for line in picture(recording, moments):
         print(line)
     return 0
 
 
-def opened(path: Path) -> tuple[dict[str, Any], bool]:
+def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
     """Return a recording, and whether its file was merged just now. RecordingError if there is none."""
     folder = folder_of(path)
     with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
-        if folder.is_dir() and (not path.exists() or _has_news(path, folder)):
+        if folder.is_dir() and (not path.exists() or _is_newer(path, folder)):
             try:
-                return put_together(path), True
+                return merge(path), True
             except PermissionError:
                 return recording_of(read_parts(folder)), False
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise RecordingError(
-            f"there is no {path}, nor {folder}, where ranks write while they record"
+            f"there is no {path}, and no {folder}, where ranks write during the recording"
         ) from None
     except (OSError, ValueError) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict) or FORMAT not in found:
-        raise RecordingError(f"{path} is no recording: engine.record(path) makes them")
+        raise RecordingError(f"{path} is not a recording. engine.record(path) makes one")
     if found[FORMAT] != VERSION:
-        raise RecordingError(f"{path} is of version {found[FORMAT]}, and this reads {VERSION}")
+        raise RecordingError(f"{path} has format version {found[FORMAT]}, not {VERSION}, which this reads")
     return found, False
 
 
-def _has_news(path: Path, folder: Path) -> bool:
+def _is_newer(path: Path, folder: Path) -> bool:
     """Return whether a rank has written since the recording was merged."""
     return newest(folder) > path.stat().st_mtime_ns

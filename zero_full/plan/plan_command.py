@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.errors import PlanError
-from zero_full.plan.answer import side_by_side
-from zero_full.plan.ask import plan, plan_stages
+from zero_full.plan.planning import plan, plan_stages
+from zero_full.plan.result import side_by_side
 from zero_full.precision.dtypes import NAMES
 
 
@@ -21,9 +21,9 @@ def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full plan` and return the exit code."""
     model = model_of(options.model)
     inputs = [input_of(text) for text in options.batch]
-    make = plan_stages if options.stages else lambda *given, **named: [plan(*given, **named)]
-    more = {"inputs": inputs, "device": options.device, "expert_parallel": options.expert_parallel}
-    plans = make(model, options.config, options.world, **more)
+    make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
+    options_of_plan = {"inputs": inputs, "device": options.device, "expert_parallel": options.expert_parallel}
+    plans = make(model, options.config, options.world, **options_of_plan)
     if options.json:
         print("\n".join(each.as_json() for each in plans))
     else:
@@ -35,7 +35,7 @@ def model_of(name: str) -> nn.Module:
     """Call `module:function` on the meta device and return the model."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise PlanError(f'--model {name}: give it as module:function, such as "my_models:llama_7b"')
+        raise PlanError(f'--model {name}: write module:function, such as "my_models:llama_7b"')
     make = _attribute(_module(module_name), attribute)
     if isinstance(make, nn.Module):
         return make
@@ -44,13 +44,13 @@ def model_of(name: str) -> nn.Module:
             inspect.signature(make).bind()
     except TypeError as error:
         raise PlanError(
-            f"--model {name}: it cannot be called without arguments ({error}); name a function that can, and "
-            "returns the model"
+            f"--model {name} cannot be called without arguments ({error}). Name a function that needs none "
+            "and returns the model"
         ) from None
     with torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
-        raise PlanError(f"--model {name}: it returned {model!r:.60}, not an nn.Module")
+        raise PlanError(f"--model {name} returned {model!r:.60}, not an nn.Module")
     return model
 
 
@@ -63,7 +63,7 @@ def _module(name: str) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but an import inside it fails
         raise PlanError(
-            f"--model {name}:...: there is no module {error.name}; run this in the folder that has it"
+            f"--model {name}:...: there is no module {error.name}. Run this in the directory that has it"
         ) from None
 
 
@@ -79,5 +79,5 @@ def input_of(text: str) -> Tensor:
     found = re.fullmatch(r"(\d+(?:x\d+)*):(\w+)", text)
     dtype = NAMES.get(found[2], getattr(torch, found[2], None)) if found else None
     if found is None or not isinstance(dtype, torch.dtype):
-        raise PlanError(f'--batch {text}: give shape and type of an input, such as "2x1024:int64"')
+        raise PlanError(f'--batch {text}: write the shape and dtype of an input, such as "2x1024:int64"')
     return torch.empty([int(size) for size in found[1].split("x")], dtype=dtype, device="meta")

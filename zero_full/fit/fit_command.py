@@ -7,18 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zero_full.errors import FitError
+from zero_full.fit.activation_estimate import Batch
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
-from zero_full.fit.read import Shape, read
-from zero_full.fit.saved import Batch
-from zero_full.fit.words import snippet, torchrun
-from zero_full.formatting import size_of
+from zero_full.fit.hf_config import Shape, read
+from zero_full.fit.snippets import snippet, torchrun
+from zero_full.formatting import parse_size
 from zero_full.plan import human
 
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full fit`. Returns the exit code: 1 if nothing fits."""
     if options.write and not Path(options.write).parent.is_dir():
-        raise FitError(f"--write: {Path(options.write).parent} is no directory; make it first")
+        raise FitError(f"--write: {Path(options.write).parent} is not a directory. Create it first")
     shape, machine, run = read(options.hf_config), _machine(options), _run(options)
     found = fit(shape, machine, run)
     if options.json:
@@ -41,7 +41,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     for name, value in {"--world": options.world, "--hosts": options.hosts}.items():
         _at_least_one(name, value)
     if options.world % options.hosts:
-        raise FitError(f"--world: {options.world} GPUs cannot be shared out to {options.hosts} hosts")
+        raise FitError(f"--world: {options.world} GPUs cannot be divided equally among {options.hosts} hosts")
     names = ("memory", "host_memory", "disk")
     memory, host_memory, disk = (_size(name, getattr(options, name)) for name in names)
     assert memory is not None
@@ -51,9 +51,9 @@ def _machine(options: argparse.Namespace) -> Machine:
 def _size(name: str, text: str | None) -> int | None:
     option = f"--{name.replace('_', '-')}"
     if text is not None and text.strip()[-1:].isdigit():
-        raise FitError(f"{option} {text}: in what? Write it as in {text.strip()}GB")
+        raise FitError(f"{option} {text} has no unit: write it as in {text.strip()}GB")
     try:
-        return None if text is None else size_of(text)
+        return None if text is None else parse_size(text)
     except ValueError as error:
         raise FitError(f"{option}: {error}") from None
 
@@ -71,10 +71,13 @@ def _at_least_one(name: str, value: int) -> None:
 
 
 def _as_dict(candidate: Candidate, found: Fit) -> dict[str, object]:
-    sizes = {**asdict(candidate.plan), "peak": candidate.plan.peak}
     return {
-        **{"name": candidate.name, "verdict": candidate.verdict, "reason": candidate.reason},
-        **{"chosen": candidate is found.chosen, "config": candidate.config, "plan": sizes},
+        "name": candidate.name,
+        "verdict": candidate.verdict,
+        "reason": candidate.reason,
+        "chosen": candidate is found.chosen,
+        "config": candidate.config,
+        "plan": {**asdict(candidate.plan), "peak": candidate.plan.peak},
     }
 
 
@@ -101,16 +104,16 @@ def _lines(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str
 
 def _answer(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str]:
     if found.chosen is None:
-        yield "nothing fits. " + _what_next(machine, run)
+        yield "Nothing fits. " + _hint(machine, run)
         return
     if found.chosen.verdict == "tight":
-        yield "It is tight: what nobody counts here (see `plan`) may not fit. " + _what_next(machine, run)
+        yield "This is tight: memory that is not counted (see `plan`) may not fit. " + _hint(machine, run)
     yield from ("ds.json:", json.dumps(found.chosen.config, indent=2), "")
     yield from ("train.py:", snippet(shape, run), "")
     yield from ("start:", torchrun(machine))
 
 
-def _what_next(machine: Machine, run: Run) -> str:
+def _hint(machine: Machine, run: Run) -> str:
     """Return a hint with the options that were not tried."""
     ways = [
         *(["--checkpointing"] if not run.batch.checkpoints else []),

@@ -16,7 +16,7 @@ NAME = re.compile(r"rank(\d+)\.([01])\.jsonl")
 
 
 @dataclass
-class Happening:
+class RankEvent:
     """An event: a collective or a pass of one rank. Times are microseconds of the rank's own clock."""
 
     what: str
@@ -38,7 +38,7 @@ class RankTrace:
 
     rank: int
     about: dict[str, Any]  # facts of the run, from the start of the file
-    happenings: list[Happening] = field(default_factory=list)
+    events: list[RankEvent] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)  # by number of a step: when it ended
     dropped_steps: int = 0
     dropped_events: int = 0
@@ -97,22 +97,24 @@ def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:
     chapters.sort(key=lambda chapter: int(chapter[0]["turn"]))
     newest = chapters[-1][0]
     if newest["version"] != VERSION:
-        raise RecordingError(f"{files[0]} is of version {newest['version']}, and this reads {VERSION}")
+        raise RecordingError(
+            f"{files[0]} has format version {newest['version']}, not {VERSION}, which this reads"
+        )
     part = RankTrace(rank, newest)
     dropped = newest["dropped"]
     part.dropped_steps, part.dropped_events = int(dropped["steps"]), int(dropped["events"])
-    open_ones: dict[int, Happening] = {}
+    unfinished: dict[int, RankEvent] = {}
     held: dict[str, int] = {}
     for about, lines in chapters:
         step = int(about["step"])
         for line in lines:
             held = line.get("held", held)
-            step = _take(part, line, step, held, open_ones)
+            step = _add_line(part, line, step, held, unfinished)
     return part
 
 
-def _take(
-    part: RankTrace, line: dict[str, Any], step: int, held: dict[str, int], open_ones: dict[int, Happening]
+def _add_line(
+    part: RankTrace, line: dict[str, Any], step: int, held: dict[str, int], unfinished: dict[int, RankEvent]
 ) -> int:
     """Add one line to `part`. Returns the number of the step that follows the line."""
     part.last = max(part.last, int(line.get("t", 0)))
@@ -120,12 +122,12 @@ def _take(
         part.ended = line["ended"]
     elif "what" in line:
         known = {k: line[k] for k in ("sent", "group", "call", "beside") if k in line}
-        made = Happening(line["what"], line.get("name", ""), line["t"], step, held, **known)
-        open_ones[line["n"]] = made
-        part.happenings.append(made)
+        made = RankEvent(line["what"], line.get("name", ""), line["t"], step, held, **known)
+        unfinished[line["n"]] = made
+        part.events.append(made)
     elif "n" in line:
-        if (over := open_ones.pop(line["n"], None)) is not None:  # else its start was dropped
-            over.end, over.failed = line["t"], line.get("failed", "")
+        if (event := unfinished.pop(line["n"], None)) is not None:  # else its start was dropped
+            event.end, event.failed = line["t"], line.get("failed", "")
     elif "step" in line:
         part.ends[step] = line["t"]
         return step + 1

@@ -1,7 +1,7 @@
 """Compute the largest number of bytes that one rank saves, which an asynchronous save copies.
 
-The rehearsal covers the first rank. Other ranks differ from it in three ways. They may have less padding in a
-flat buffer, and so more elements. Replicas divide the saving of equal data, and the first of them saves the
+The simulation covers the first rank. Other ranks differ from it in three ways. They may have less padding in
+a flat buffer, and so more elements. Replicas divide the saving of equal data, and the first of them saves the
 remainder. Only the first of them saves buffers.
 """
 
@@ -15,32 +15,32 @@ from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
-def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
+def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, expert_ranks: int) -> int:
     """Return the bytes saved by the rank with the most.
 
-    `neighbours` is the number of consecutive ranks that hold different experts, or 1.
+    `expert_ranks`: number of consecutive ranks that hold different experts, or 1.
     """
     groups = optimizer.groups
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
-    for flat, sizes in _cut(taken, optimizer).items():
+    for flat, sizes in _sizes(taken, optimizer).items():
         totals = experts if flat.kind.expert else dense
         for rank in range(len(totals)):
-            totals[rank] += _share(flat, rank, sizes)
+            totals[rank] += _bytes_of(flat, rank, sizes)
     most = dict[int, int]()  # largest total by index among the replicas
-    for rank in range(max(len(dense), neighbours * len(experts))):
-        place = rank // neighbours % len(experts)
+    for rank in range(max(len(dense), expert_ranks * len(experts))):
+        place = rank // expert_ranks % len(experts)
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
     own = sum(chunk.values.nbytes for chunk in (*taken.own, *(each for each in taken.cut if each.differs)))
-    return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
+    return own + max(total + _replicated(taken, place * across) for place, total in most.items())
 
 
-def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
+def _sizes(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
     """Return the saved bytes per element, values and state, of each parameter of each flat buffer.
 
-    For a parameter without elements on the rehearsed rank, another one of its parameter group is used.
+    For a parameter without elements on the simulated rank, another one of its parameter group is used.
     """
     by_name, by_group = dict[str, int](), dict[int, int]()
     for chunk in taken.cut:
@@ -58,13 +58,13 @@ def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[in
     return found
 
 
-def _share(flat: FlatParameters, rank: int, sizes: Sequence[int]) -> int:
+def _bytes_of(flat: FlatParameters, rank: int, sizes: Sequence[int]) -> int:
     """Return the bytes of a flat buffer that a rank saves, as the first of its replicas."""
     fragments, holders = flat.layout.fragments(rank), flat.across.size
     return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
 
 
-def _of_whole(taken: Taken, place: int) -> int:
+def _replicated(taken: Taken, place: int) -> int:
     """Return the bytes of replicated tensors that the replica with this index saves."""
     chunks = (replace(chunk, holder=(place, chunk.holder[1])) for chunk in taken.whole)
     return sum(share_of(chunk).values.nbytes for chunk in chunks)

@@ -15,7 +15,7 @@ largest memory per logit that was measured beyond the formula, with Llama, GPT-2
 from dataclasses import dataclass
 
 from zero_full.fit.grammar import Sizes
-from zero_full.fit.read import Shape
+from zero_full.fit.hf_config import Shape
 
 LOSS = {2: 10, 4: 12}  # bytes per parameter -> bytes per logit
 

@@ -12,11 +12,12 @@ from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.read import read
 from zero_full.config.together import MICRO, TRAIN
+from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.plan.activations import activations
-from zero_full.plan.answer import Plan
-from zero_full.plan.rehearsal import Cluster, Rehearsal
+from zero_full.plan.result import Plan
+from zero_full.plan.simulation import Cluster, Simulation
 from zero_full.start.argument_checks import check_model
 from zero_full.start.from_config import settings_of
 
@@ -32,14 +33,9 @@ def plan(
     device: str = "cuda",
     expert_parallel: int | None = None,
 ) -> Plan:
-    """Predict the memory of the largest of `world` data-parallel ranks.
+    """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
-    model    the model of one rank, with only that rank's experts
-    config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
-    inputs   tensors like a micro-batch's positional inputs, possibly on the meta device; without them
-             activations are unknown
-    device   the device type of the run; only "cpu" uses shared-memory windows
-    expert_parallel  the number of consecutive ranks with different experts, if the model has experts
+    Without inputs, activations are unknown.
     """
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
@@ -64,11 +60,11 @@ def plan_stages(
     expert_parallel  the number of consecutive ranks with different experts, if the model has experts
     """
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
-    left = _activations(model, resolved.config, inputs)
+    activation_bytes = _activations(model, resolved.config, inputs)
     stages: Sequence[int] = STAGES
     with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
         stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
-    return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in stages]
+    return [_plan(model, _at_stage(resolved, stage), cluster, activation_bytes) for stage in stages]
 
 
 def _resolved(config: Any, world: int) -> Resolved:
@@ -93,11 +89,12 @@ def _at_stage(resolved: Resolved, stage: int) -> Resolved:
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 
 
-def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | None) -> Plan:
+@outside_recording
+def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_bytes: int | None) -> Plan:
     try:
         check_model(model)
         _check_experts(model, cluster)
-        rehearsed = Rehearsal(model, resolved, cluster)
+        simulated = Simulation(model, resolved, cluster)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
@@ -106,16 +103,16 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | No
         stage=resolved.config.zero_optimization.stage,
         world=cluster.world,
         numel=sum(p.numel() for p in model.parameters()),
-        phases=rehearsed.phases,
-        activations=left,
-        **_largest(rehearsed),
+        phases=simulated.phases,
+        activations=activation_bytes,
+        **_largest(simulated),
     )
 
 
-def _largest(rehearsed: Rehearsal) -> dict[str, int]:
+def _largest(simulated: Simulation) -> dict[str, int]:
     """Return the bytes by kind, each from the phase in which it is largest."""
-    found = {"sent": rehearsed.sent, **rehearsed.passing(), **rehearsed.kept()}
-    for phase in rehearsed.phases:
+    found = {"sent": simulated.sent, **simulated.peaks, **simulated.kept()}
+    for phase in simulated.phases:
         for kind in ("moments", "update", "sent", "saved"):
             found[kind] = max(found[kind], getattr(phase, kind))
     return found
@@ -128,8 +125,8 @@ def _check_experts(model: nn.Module, cluster: Cluster) -> None:
     )
     if experts and size is None:
         raise PlanError(
-            f"{experts[0]} is marked as an expert (allreduce = False): how many ranks hold different "
-            "ones? Say it with expert_parallel=, or --expert-parallel"
+            f"{experts[0]} is marked as an expert (allreduce = False). Pass the number of ranks that hold "
+            "different experts: expert_parallel=, or --expert-parallel"
         )
     if size is not None and (size < 1 or cluster.world % size):
         raise PlanError(f"expert_parallel {size} does not divide the {cluster.world} ranks")

@@ -39,7 +39,7 @@ class Shape:
 
     def model(self) -> nn.Module:
         """Make transformers' modules and parameters on the meta device. They cannot be called."""
-        return Maker(self.family, self.sizes).of(Node("", None, (), self.family.modules))
+        return ModuleBuilder(self.family, self.sizes).of(Node("", None, (), self.family.modules))
 
 
 def read(path: str | Path) -> Shape:
@@ -47,16 +47,16 @@ def read(path: str | Path) -> Shape:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise FitError(f"{path}: {error.strerror}; give a model's config.json") from None
+        raise FitError(f"{path}: {error.strerror}. Pass the path of a model's config.json") from None
     except ValueError as error:
-        raise FitError(f"{path} is no JSON: {error}") from None
+        raise FitError(f"{path} is not JSON: {error}") from None
     return shape_of(config)
 
 
 def shape_of(config: Any) -> Shape:
     """Read the shape from the contents of a config.json. A missing required key raises FitError."""
     if not isinstance(config, Mapping):
-        raise FitError(f"a config.json is an object of keys and values, not {shown(config)}")
+        raise FitError(f"config.json must be a JSON object, not {shown(config)}")
     family = _family(config)
     sizes: dict[str, int] = {}
     notes = list(_architecture(config, family))
@@ -69,7 +69,7 @@ def shape_of(config: Any) -> Shape:
             _check(requirement, config, family, sizes)
     if sizes["layers"] > MOST_LAYERS:
         raise FitError(
-            f"{key_of(family, 'layers')}: {sizes['layers']:,} layers are more than {MOST_LAYERS:,}"
+            f"{key_of(family, 'layers')}: {sizes['layers']:,} layers exceed the limit of {MOST_LAYERS:,}"
         )
     return Shape(family, sizes, tuple(notes))
 
@@ -77,14 +77,14 @@ def shape_of(config: Any) -> Shape:
 def _family(config: Mapping[str, Any]) -> Family:
     known, name = families(), config.get("model_type")
     if name is None:
-        raise FitError("model_type: missing; it says which family this config.json is of")
+        raise FitError("model_type is missing: it names the model's family")
     if not isinstance(name, str) or name not in known:
         inner = config.get("text_config")
         more = ""
         inside = inner.get("model_type") if isinstance(inner, Mapping) else None
         if isinstance(inside, str) and inside in known:
-            more = f"; what is in its text_config is ({inside}), give that alone"
-        raise FitError(f"model_type: {shown(name)} is not known here, only {', '.join(sorted(known))}{more}")
+            more = f". Its text_config is ({inside}): pass that alone"
+        raise FitError(f"model_type: {shown(name)} is not supported, only {', '.join(sorted(known))}{more}")
     return known[name]
 
 
@@ -100,19 +100,19 @@ def _value(size: Size, config: Mapping[str, Any], family: Family, sizes: Sizes) 
     if given is not None:
         return _given(size, given), []
     if size.default is None:
-        raise FitError(f"{size.key}: missing, and {family.model_type} has no size without it")
+        raise FitError(f"{size.key} is missing: {family.model_type} requires it")
     value = size.default if isinstance(size.default, bool) else _computed(size.default, family, sizes)
-    taken = str(value).lower() if isinstance(value, bool) else f"{value:,}"
-    return int(value), [f"{size.key}: not given, so {taken}"] if size.key else []
+    text = str(value).lower() if isinstance(value, bool) else f"{value:,}"
+    return int(value), [f"{size.key}: not given, so {text}"] if size.key else []
 
 
 def _given(size: Size, given: object) -> int:
     if isinstance(size.default, bool):
         if not isinstance(given, bool):
-            raise FitError(f"{size.key}: {shown(given)} is neither true nor false")
+            raise FitError(f"{size.key}: {shown(given)} is not true or false")
         return int(given)
     if not isinstance(given, int) or isinstance(given, bool) or not size.least <= given <= MOST:
-        raise FitError(f"{size.key}: {shown(given)} is no whole number from {size.least} to {MOST:,}")
+        raise FitError(f"{size.key}: {shown(given)} is not a whole number from {size.least} to {MOST:,}")
     return given
 
 
@@ -122,10 +122,10 @@ def _computed(expression: Expression, family: Family, sizes: Sizes) -> int:
     except RemainderError as remainder:
         dividend, divisor = (key_of(family, name) for name in remainder.args)
         a, b = (sizes[name] for name in remainder.args)
-        raise FitError(f"{dividend}: {a:,} cannot be divided by {divisor} {b:,}") from None
+        raise FitError(f"{dividend}: {a:,} is not divisible by {divisor}, {b:,}") from None
     if value < 0:
         first, second = (key_of(family, str(factors[0])) for _, factors, _ in expression.terms[:2])
-        raise FitError(f"{second}: more than {first}")
+        raise FitError(f"{second} is larger than {first}")
     return value
 
 
@@ -144,11 +144,11 @@ def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, 
     else:
         wanted, fits = str(value).lower(), given is None or given is value
     if not fits:
-        said = f"only {wanted} is known here, for {family.model_type}"
-        raise FitError(f"{requirement.key}: {shown(given, json.dumps)} is another shape; {said}")
+        found = f"{requirement.key}: {shown(given, json.dumps)}"
+        raise FitError(f"{found} is not supported for {family.model_type}, only {wanted}")
 
 
-class Maker:
+class ModuleBuilder:
     """Builder of modules on the meta device."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
@@ -157,7 +157,7 @@ class Maker:
 
     def of(self, node: Node) -> nn.Module:
         """Make a module with its parameters and children."""
-        made = nn.ModuleList() if node.is_list else Described()
+        made = nn.ModuleList() if node.is_list else DescribedModule()
         for weight in node.weights:
             if holds(weight.when, self.sizes):
                 made.register_parameter(weight.name, self.parameter(weight.same, weight.shape))
@@ -175,14 +175,14 @@ class Maker:
         sizes = [size.value(self.sizes) for size in shape]
         if (numel := math.prod(sizes)) > MOST_NUMEL:
             first = next(name for name in shape[0].terms[0][1] if isinstance(name, str))
-            said = f"a parameter of {numel:,} numbers is more than {MOST_NUMEL:,}"
-            raise FitError(f"{key_of(self.family, first)}: {said}")
+            key = key_of(self.family, first)
+            raise FitError(f"{key}: a parameter of {numel:,} elements exceeds the limit of {MOST_NUMEL:,}")
         made = nn.Parameter(torch.empty(sizes, device="meta"))
         self.first = made if self.first is None else self.first
         return made
 
 
-class Described(nn.Module):
+class DescribedModule(nn.Module):
     """A module of which only the parameters are known."""
 
     def forward(self) -> None:

@@ -22,14 +22,14 @@ LABELS: dict[VerdictKind, str] = {
 
 
 @dataclass(frozen=True)
-class Looked:
+class CheckedFile:
     """The verdicts on a file, for `world` ranks."""
 
     verdicts: tuple[Verdict, ...]
     world: int
 
     @property
-    def told(self) -> list[Verdict]:
+    def printed(self) -> list[Verdict]:
         """The verdicts to print."""
         return [verdict for verdict in self.verdicts if verdict.kind in LABELS]
 
@@ -53,65 +53,67 @@ class Looked:
         return ", ".join(parts)
 
 
-def look(path: Path, world: int | None) -> Looked:
+def check_file(path: Path, world: int | None) -> CheckedFile:
     """Return all verdicts on a file. Raises ConfigError if it cannot be read.
 
     `world` is None for the number of ranks that the configuration implies.
     """
     checked = check(text_of(path), world)
-    return Looked(tuple(_with_torch(checked, world)), checked.world)
+    return CheckedFile(tuple(_completed(checked, world)), checked.world)
 
 
 def main(file: str, world: int | None, as_json: bool = False) -> int:
     """Print the verdicts on a file. Returns the exit code: 1 if the configuration is invalid, else 0."""
-    looked = look(Path(file), world)
-    mistakes = looked.count("refused")
+    checked = check_file(Path(file), world)
+    mistakes = checked.count("refused")
     if as_json:
-        rows = [each._asdict() for each in looked.verdicts]
-        print(json.dumps({"file": file, "world": looked.world, "tally": looked.tally, "verdicts": rows}))
+        rows = [each._asdict() for each in checked.verdicts]
+        print(json.dumps({"file": file, "world": checked.world, "tally": checked.tally, "verdicts": rows}))
         return 1 if mistakes else 0
-    for each in looked.told:
+    for each in checked.printed:
         place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
-    ranks = "" if world else f" on {looked.ranks} (--world asks for others)"
-    print(f"{looked.tally}{ranks}")
+    ranks = "" if world else f" on {checked.ranks} (--world asks for others)"
+    print(f"{checked.tally}{ranks}")
     return 1 if mistakes else 0
 
 
-def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
+def _completed(checked: Checked, world: int | None) -> list[Verdict]:
     """Return the verdicts, completed by a dry run if torch can be imported."""
     if checked.config is None:
         return list(checked.verdicts)
     try:
-        from zero_full.check.dry_run import faults
+        from zero_full.check.dry_run import errors_of_sections
     except ImportError:
         return list(checked.verdicts)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
-    told = {*map(dotted, refused)}  # torch would report a refused value as missing
+    invalid = {*map(dotted, refused)}  # torch would report a refused value as missing
     found = [
         (path, message)
-        for path, message in faults(checked.config)
-        if path not in refused and message.partition(" ")[0] not in told
+        for path, message in errors_of_sections(checked.config)
+        if path not in refused and message.partition(" ")[0] not in invalid
     ]
     if not refused and not found:
         found = list(_found_in_runs(checked.config, checked, world))
     wrong = {path for path, _ in found}
-    calm = ("ok", "default", "unread", "unknown")
-    looked = [
-        _known(each, wrong) for each in checked.verdicts if each.path not in wrong or each.kind not in calm
+    not_invalid = ("ok", "default", "unread", "unknown")
+    updated = [
+        _after_dry_run(each, wrong)
+        for each in checked.verdicts
+        if each.path not in wrong or each.kind not in not_invalid
     ]
-    looked += [_refused(path, message, checked.verdicts) for path, message in found]
-    return sorted(looked, key=lambda each: (each.line, each.column))
+    updated += [_error_verdict(path, message, checked.verdicts) for path, message in found]
+    return sorted(updated, key=lambda each: (each.line, each.column))
 
 
 def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Iterator[tuple[Route, str]]:
     """Yield the error of a dry run. Without an explicit world size, also of one on two ranks."""
-    from zero_full.check.dry_run import fault_of_run, for_ranks
+    from zero_full.check.dry_run import error_of_run, for_ranks
 
-    message, where = fault_of_run(config, checked.world), ""
-    says_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
-    if not message and world is None and checked.world == 1 and not says_ranks:
-        message, where = fault_of_run(for_ranks(config, 1, 2), 2), "on several ranks: "
+    message, where = error_of_run(config, checked.world), ""
+    has_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
+    if not message and world is None and checked.world == 1 and not has_ranks:
+        message, where = error_of_run(for_ranks(config, 1, 2), 2), "on several ranks: "
     if message:
         path = _key_in(message, checked.verdicts)
         yield path, where + message.removeprefix(f"{dotted(path)}: ")
@@ -125,7 +127,7 @@ def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
     return named or ("optimizer", "type")
 
 
-def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
+def _after_dry_run(verdict: Verdict, wrong: set[Route]) -> Verdict:
     """Update a verdict of the kind "unknown" after the dry run."""
     if verdict.kind != "unknown":
         return verdict
@@ -136,7 +138,7 @@ def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
     return verdict._replace(kind="unread", message=message, text=f"{dotted(verdict.path)}: {message}")
 
 
-def _refused(path: Route, message: str, verdicts: Sequence[Verdict]) -> Verdict:
+def _error_verdict(path: Route, message: str, verdicts: Sequence[Verdict]) -> Verdict:
     """Make an error verdict, positioned at the nearest key that has a verdict."""
     near = max(verdicts, key=lambda each: sum(1 for _ in takewhile(bool, map(eq, each.path, path))))
     key = dotted(path)

@@ -1,11 +1,11 @@
-"""Track allocations and frees of tensor storages in the rehearsal, by purpose."""
+"""Track allocations and frees of tensor storages in a simulated step, by purpose."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from torch import Tensor
 from zero_full._compat import TorchDispatchMode, identity_of, reads_value, returns_new
 from zero_full.nested import tensors_in
 
-Returned = TypeVar("Returned")
 WHOLE = 0  # number in the log of all buffers that are resized
 
 
-class Watch(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Dispatch mode that logs every new storage and its end.
 
     Tensors without dimensions are not counted. Reading a value from the meta device (`.item()`) returns 1.
@@ -48,11 +47,11 @@ class Watch(TorchDispatchMode):
             return 1
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and identity_of(args[0].untyped_storage()) in self.whole:
-            self._look_at_whole()
+            self._log_whole()
         elif self._is_new(func) and self.kind is not None:
             for tensor in tensors_in(result):
-                if self._counts(tensor):
-                    self._born(tensor.untyped_storage(), self.kind)
+                if self._is_counted(tensor):
+                    self._log_new(tensor.untyped_storage(), self.kind)
         return result
 
     def _is_new(self, func: Any) -> bool:
@@ -60,43 +59,34 @@ class Watch(TorchDispatchMode):
             self.makes_new[func] = returns_new(func)
         return self.makes_new[func]
 
-    def _counts(self, tensor: Tensor) -> bool:
+    def _is_counted(self, tensor: Tensor) -> bool:
         """Return whether the tensor stands for device memory: only those on the meta device do."""
         return tensor.is_meta and tensor.dim() > 0
 
-    def _look_at_whole(self) -> None:
+    def _log_whole(self) -> None:
         size = sum(storage.nbytes() for storage in self.whole.values())
         self.log.append(("gathered", WHOLE, size - self.size_of_whole))
         self.size_of_whole = size
 
-    def _born(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _log_new(self, storage: torch.UntypedStorage, kind: str) -> None:
         number, size = next(self.numbers), storage.nbytes()
         self.log.append((kind, number, size))
-        self.alive[number] = weakref.ref(storage, partial(self._gone, kind, number, size))
+        self.alive[number] = weakref.ref(storage, partial(self._log_freed, kind, number, size))
 
-    def _gone(self, kind: str, number: int, size: int, _: object) -> None:
+    def _log_freed(self, kind: str, number: int, size: int, _: object) -> None:
         if self.alive.pop(number, None) is not None:
             self.log.append((kind, number, -size))
 
     @contextmanager
-    def of(self, kind: str | None) -> Iterator[None]:
-        """Count storages made in this block as `kind`."""
+    def counting(self, kind: str | None) -> Iterator[None]:
+        """Count storages made in this block, or in the decorated function, as `kind`."""
         before, self.kind = self.kind, kind
         try:
             yield
         finally:
             self.kind = before
 
-    def around(self, kind: str | None, call: Callable[..., Returned]) -> Callable[..., Returned]:
-        """Wrap `call` so that storages it makes count as `kind`."""
-
-        def watched(*given: Any) -> Returned:
-            with self.of(kind):
-                return call(*given)
-
-        return watched
-
-    def most(self, kind: str) -> int:
+    def peak(self, kind: str) -> int:
         """Return the peak bytes of this purpose, without storages that are still alive."""
         now = most = 0
         for each, number, size in self.log:

@@ -1,6 +1,6 @@
-"""Shadow of a model on the meta device: the same modules, names and shapes, with a simulated forward.
+"""Copy of a model on the meta device: the same modules, names and shapes, with a fake forward.
 
-[Note: a pretended pass] Modules are called once each, in the order of registration, and nested as in the
+[Note: a fake pass] Modules are called once each, in the order of registration, and nested as in the
 model. Each uses its own parameters first, then calls its children. The activation is a scalar on the meta
 device. So autograd produces every parameter's gradient, in reverse order, and all hooks of the runtime run as
 in a real pass. Two modules that hold the same parameter both use it.
@@ -16,17 +16,17 @@ from torch.nn import Parameter
 from zero_full._compat import held_by
 
 
-def shadow_of(model: nn.Module) -> nn.Module:
+def meta_copy_of(model: nn.Module) -> nn.Module:
     """Copy a model's modules, with the same classes and attributes, without hooks and on the meta device."""
-    return _Maker().of(model)
+    return _Copier().of(model)
 
 
-def new_pass(shadow: nn.Module) -> None:
-    """Prepare the shadow for another forward: forget which modules were called."""
-    vars(shadow)["forward"].called.clear()
+def begin_pass(copied: nn.Module) -> None:
+    """Prepare the copy for another forward: forget which modules were called."""
+    vars(copied)["forward"].called.clear()
 
 
-class _Maker:
+class _Copier:
     def __init__(self) -> None:
         self.modules: dict[nn.Module, nn.Module] = {}
         self.tensors: dict[Tensor, Tensor] = {}
@@ -46,7 +46,7 @@ class _Maker:
         for name, child in children.items():  # includes a second name of the same child
             if child is not None:
                 nn.Module.add_module(made, name, self.of(child))
-        vars(made)["forward"] = PretendedForward(made, self.called)
+        vars(made)["forward"] = FakeForward(made, self.called)
         return made
 
     def _tensor(self, tensor: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def _own(named: Any) -> Iterator[tuple[str, Any]]:
     return named(recurse=False, remove_duplicate=False)  # type: ignore[no-any-return]
 
 
-class PretendedForward:
-    """A module's pretended forward. See [Note: a pretended pass]."""
+class FakeForward:
+    """A module's fake forward. See [Note: a fake pass]."""
 
     def __init__(self, module: nn.Module, called: set[nn.Module]) -> None:
         self.module, self.called = module, called
@@ -78,7 +78,7 @@ class PretendedForward:
         """Use the module's own parameters, then call its children."""
         for param in self.module.parameters(recurse=False):
             if param.requires_grad:
-                x = _Use.apply(x, param)  # type: ignore[no-untyped-call]
+                x = _UseParameter.apply(x, param)  # type: ignore[no-untyped-call]
         for child in self.module.children():
             if child in self.called:
                 continue
@@ -88,7 +88,7 @@ class PretendedForward:
         return x
 
 
-class _Use(torch.autograd.Function):
+class _UseParameter(torch.autograd.Function):
     """Autograd function that uses a parameter, so that backward produces its gradient."""
 
     @staticmethod

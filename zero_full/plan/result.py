@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from zero_full.formatting import human
 
-KEPT = {
+PERSISTENT = {
     "parameters": "parameters",
     "buffers": "buffers",
     "gradients": "gradients",
@@ -14,22 +14,22 @@ KEPT = {
     "moments": "optimizer state",
     "communication": "shared memory",
 }
-PASSING = {
+TEMPORARY = {
     "gathered": "gathered parameters",
-    "buckets": "gradients on their way",
+    "buckets": "unreduced gradients",
     "activations": "activations",
-    "update": "copies for the optimizer",
+    "update": "optimizer temporaries",
 }
 NAMES = {
-    **KEPT,
+    **PERSISTENT,
     "between_steps": "between steps",
-    "host": "waiting on the host",
-    "disk": "waiting on the disk",
-    **PASSING,
+    "host": "offloaded to host",
+    "disk": "offloaded to disk",
+    **TEMPORARY,
     "peak": "peak",
     "sent": "sent in a step",
 }
-LACKING = "+ activations"  # shown after the peak if activations are unknown
+WITHOUT_ACTIVATIONS = "+ activations"  # shown after the peak if activations are unknown
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Plan:
     @property
     def between_steps(self) -> int:
         """Bytes of persistent memory on the device."""
-        return sum(getattr(self, kind) for kind in KEPT)
+        return sum(getattr(self, kind) for kind in PERSISTENT)
 
     @property
     def peak(self) -> int:
@@ -92,11 +92,11 @@ class Plan:
     def table(self) -> str:
         """Return a table of all kinds and totals, in readable units and in bytes."""
         rows = [
-            *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
+            *((f"  {name}", getattr(self, kind)) for kind, name in PERSISTENT.items()),
             (NAMES["between_steps"], self.between_steps),
             *([(NAMES["host"], self.host), ("  page-locked", self.pinned)] if self.host else []),
             *([(NAMES["disk"], self.disk)] if self.disk else []),
-            *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
+            *((f"  {name}", getattr(self, kind)) for kind, name in TEMPORARY.items()),
             (NAMES["peak"], self.peak),
             (NAMES["sent"], self.sent),
             *([("copied to the host in a step", self.down)] if self.host else []),
@@ -109,14 +109,14 @@ class Plan:
         lines = [title, *(_line(*row) for row in rows)]
         if self.activations is None:
             place = next(place for place, (name, _) in enumerate(rows, 1) if name == NAMES["peak"])
-            lines[place] = f"{_named(NAMES['peak'], self.peak)} {LACKING}"
+            lines[place] = f"{_named(NAMES['peak'], self.peak)} {WITHOUT_ACTIVATIONS}"
         if self.phases:
-            lines += ["", "in steps of each kind; what is above is the largest"]
+            lines += ["", "by kind of step; the rows above show the largest"]
         for phase in self.phases:
             lines += [
                 f"  {phase.name}",
                 _line("    optimizer state", phase.moments),
-                _line("    copies for the optimizer", phase.update),
+                _line("    optimizer temporaries", phase.update),
                 _line("    sent in a step", phase.sent),
             ]
         return "\n".join(lines)
@@ -147,7 +147,7 @@ def side_by_side(plans: Sequence[Plan]) -> str:
         if any(size != 0 for size in sizes):
             lines.append(_row(name, [human(size) for size in sizes]))
         if kind == "peak" and any(each.activations is None for each in plans):
-            lines.append(_row("", [LACKING for each in plans]))
+            lines.append(_row("", [WITHOUT_ACTIVATIONS for each in plans]))
     return "\n".join(lines)
 
 

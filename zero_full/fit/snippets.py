@@ -1,7 +1,7 @@
 """Format the result as commands and code to copy."""
 
 from zero_full.fit.choice import PRECISIONS, Machine, Run
-from zero_full.fit.read import Shape
+from zero_full.fit.hf_config import Shape
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 

@@ -1,0 +1,232 @@
+"""Fake offload for a plan: tiers and parameter stores on the meta device, which count bytes.
+
+They replace those of `zero_full.offload`, and allocate neither host memory nor a spill file.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full._compat import identity_of
+from zero_full.comm.lane import Inline
+from zero_full.kernels.files import PAGE
+from zero_full.offload import BlockTier, Flow, HostTier, Shelf, Slice, Tier
+from zero_full.offload.arena import Places
+from zero_full.offload.nvme_state import bytes_of_block
+from zero_full.offload.param_store import ShelfBehindMemory
+from zero_full.offload.spill_file import whole_pages
+from zero_full.plan.memory_tracker import MemoryTracker
+
+META = torch.device("meta")
+
+
+def fake_tier(tier: Tier, planned: torch.device, tracker: MemoryTracker) -> Tier:
+    """Return the fake of a configuration's tier. `planned` is the device of the planned run."""
+    if isinstance(tier, BlockTier):
+        return FakeBlockTier(**vars(tier), planned=planned, tracker=tracker)
+    return (
+        FakeHostTier(**vars(tier), planned=planned, tracker=tracker) if isinstance(tier, HostTier) else tier
+    )
+
+
+@dataclass(frozen=True)
+class FakeHostTier(HostTier):
+    """Fake host tier. Its tensors are on the meta device, and are not counted as device memory."""
+
+    planned: torch.device = field(kw_only=True)
+    tracker: MemoryTracker = field(kw_only=True)
+
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+        """Return the tier without options that step at another time than `step`."""
+        return replace(self, step_early=False, early_bytes=None, delay_after=None)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make a tensor without memory."""
+        with self.tracker.counting(None):
+            return torch.empty(numel, dtype=dtype, device=META)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy, as a device-to-host copy would."""
+        with self.tracker.counting(None):
+            return tensor.clone()
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """Return the host-device copies of the planned device, which complete immediately."""
+        if self.planned.type == "cpu":
+            return None
+        return Flow(self.room, device, (FakeCopier(), FakeCopier()), sums, lambda name: Inline())
+
+    def shelf(self, device: torch.device) -> Shelf:
+        """Return the fake parameter store; for a plan on a CPU, the model's own memory."""
+        return Shelf() if self.planned.type == "cpu" else FakeHostShelf(self.locks(self.planned))
+
+
+@dataclass(frozen=True)
+class FakeBlockTier(FakeHostTier, BlockTier):
+    """Fake NVMe tier: the optimizer state, or parameters, in a spill file."""
+
+    # Bytes of each block of each part in the last step.
+    blocks: list[list[int]] = field(default_factory=list)
+    moves = True
+
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+        """Return the tier itself."""
+        return self
+
+    def in_turn(
+        self, parts: Sequence[Sequence[Any]], tensors_of: Callable[[Any], list[Tensor]]
+    ) -> Generator[Sequence[Any]]:
+        """Yield each part, and record the sizes of its blocks in the file after the step."""
+        self.blocks.clear()
+        for part in parts:
+            yield part
+            self.blocks.append([bytes_of_block(_sizes(tensors_of(group))) for group in part])
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of the two staging buffers: each has the size of its largest part, plus a page."""
+        parts = [sum(part) for part in self.blocks]
+        return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
+
+    def shelf(self, device: torch.device) -> Shelf:
+        """Return the fake parameter store in a spill file."""
+        return FakeFileShelf(self, super().shelf(device))
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the bytes of the first tensor, and of the others unless they are views of it."""
+    first, *others = tensors
+    mine = identity_of(first.untyped_storage())
+    return [first.nbytes, *(t.nbytes for t in others if identity_of(t.untyped_storage()) != mine)]
+
+
+class FakeCopier:
+    """Fake copier, which copies nothing."""
+
+    def mark(self) -> None:
+        """Do nothing: no copy is queued."""
+
+    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
+        """Do nothing: the tensors have no values."""
+
+
+class FakeSlice(Slice):
+    """A parameter slice in fake host memory, on the meta device."""
+
+    apart, kind = True, "host"
+
+    def fetch(self, device: torch.device) -> Tensor:
+        """Return a copy, as a host-to-device copy would."""
+        return self.values.clone()
+
+
+class FakeHostShelf(Shelf):
+    """Fake store of parameter slices in host memory."""
+
+    apart = True
+
+    def __init__(self, locks: bool) -> None:
+        self.locks, self.locked = locks, 0  # bytes
+
+    def put(self, values: Tensor) -> Slice:
+        """Store a slice without allocating memory."""
+        self.locked += Places([values.nbytes]).size if self.locks else 0
+        return FakeSlice(torch.empty_like(values))
+
+
+class FakeFileShelf(ShelfBehindMemory):
+    """Fake store of parameter slices in a spill file.
+
+    It takes staging buffers in the same order as a real run, so that their peak is known.
+    """
+
+    apart = can_lose = True
+
+    def __init__(self, tier: FakeBlockTier, in_memory: Shelf) -> None:
+        super().__init__(tier.memory_numel, in_memory)
+        self.reach, self.tracker, self.planned = tier.buffer_numel, tier.tracker, tier.planned
+        self.locks = tier.locks(tier.planned)  # staging buffers are page-locked
+        self.disk = self.read = self.written = 0  # bytes
+        self.used: list[FakeFileSlice] = []  # slices that have a staging buffer
+        self.ahead: list[FakeFileSlice] = []  # prefetched slices, not used yet
+        self.buffers = 0  # peak bytes of staging buffers
+
+    def put(self, values: Tensor) -> Slice:
+        """Store a slice in the file."""
+        made = FakeFileSlice(self, torch.empty_like(values))
+        self.disk += made.room
+        return made
+
+    def take(self, slice_: "FakeFileSlice", ahead: bool) -> bool:
+        """Take a staging buffer for a slice. Returns False for a prefetch if the buffers are in use."""
+        if sum(each.numel for each in self.used) + slice_.numel > self.reach:
+            if ahead:
+                return False
+            self.give_up_ahead()
+        self.used.append(slice_)
+        self.buffers = max(self.buffers, sum(each.room + PAGE for each in self.used))
+        return True
+
+    def give_up_ahead(self) -> None:
+        """Release the buffers of prefetched slices that were not used."""
+        for slice_ in self.ahead:
+            self.used.remove(slice_)
+        self.ahead.clear()
+
+
+class FakeFileSlice(FakeSlice):
+    """A parameter slice in a fake spill file."""
+
+    kind = "disk"
+
+    def __init__(self, shelf: FakeFileShelf, values: Tensor) -> None:
+        super().__init__(values)
+        self.shelf, self.room = shelf, max(whole_pages(values.nbytes), PAGE)
+        self.numel = self.room // values.itemsize
+
+    def begin(self, ahead: bool = False) -> bool:
+        """Begin to read: take a staging buffer. `ahead`: as a prefetch. Returns False without a buffer."""
+        if self not in self.shelf.used:
+            if not self.shelf.take(self, ahead):
+                return False
+            if ahead:
+                self.shelf.ahead.append(self)
+        if not ahead and self in self.shelf.ahead:
+            self.shelf.ahead.remove(self)
+        return True
+
+    def copy_to(self, place: Tensor) -> None:
+        """Read the slice, copy it, and release the buffer."""
+        self._read()
+        self.shelf.used.remove(self)
+        super().copy_to(place)
+
+    def _read(self) -> None:
+        self.begin()
+        self.shelf.read += self.room
+
+    def fetch(self, device: torch.device) -> Tensor:
+        """Read the slice and return it on the device: on a CPU, the staging buffer itself."""
+        self._read()
+        tracker = self.shelf.tracker
+        with tracker.counting(None if self.shelf.planned.type == "cpu" else tracker.kind):
+            return super().fetch(device)
+
+    def update(self, updated: Tensor) -> None:
+        """Write new values to the file from a staging buffer."""
+        if updated is not self.values:
+            self.begin()
+            self.shelf.written += self.room
+        if self in self.shelf.used:
+            self.shelf.used.remove(self)
+        super().update(updated)
+
+
+def page_locked(shelf: Shelf) -> int:
+    """Return the page-locked bytes of slices and staging buffers."""
+    if isinstance(shelf, FakeFileShelf):
+        return page_locked(shelf.in_memory) + (shelf.buffers if shelf.locks else 0)
+    return shelf.locked if isinstance(shelf, FakeHostShelf) else 0

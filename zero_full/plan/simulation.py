@@ -1,0 +1,344 @@
+"""Simulate a training step of one rank on the meta device, without values and without other ranks.
+
+`assemble` composes the run, so that sharding, hooks, buckets, collectives and the optimizer are real. Three
+parts are replaced: the model by its copy on the meta device (`meta_model.py`), process groups by fake ones
+whose collectives do nothing (`comm/fake_ranks.py`), and offload by tiers that only count (`fake_offload.py`).
+The lane completes reductions and gathers as late as possible (`Late` in `comm/lane.py`).
+
+[Note: the rank that holds most] The first rank is simulated. All ranks hold shards of the same size. They
+differ in three ways: in the padding within a shard, which has no optimizer state; in the state per element,
+which can depend on the parameter; and in the whole parameters that they own for the update (`fake_peers.py`).
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.assemble import Prepared, assemble
+from zero_full.checkpoint.save import Taken
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.shared import HALF, window_of
+from zero_full.comm.topology import Topology
+from zero_full.config import Config, Resolved
+from zero_full.config.schema import OptimizerConfig
+from zero_full.construct import Deferred
+from zero_full.engine.engine import Engine
+from zero_full.errors import ConfigError
+from zero_full.kernels.load import compiled_for
+from zero_full.offload import HostTier, Tier
+from zero_full.offload.arena import Places
+from zero_full.optim import build_optimizer, check_elementwise
+from zero_full.optim.one_bit import OneBitOptimizer
+from zero_full.optim.state_size import state_bytes
+from zero_full.plan.checkpoint_bytes import saved_bytes
+from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileShelf, fake_tier, page_locked
+from zero_full.plan.fake_peers import FakePeers
+from zero_full.plan.memory_tracker import MemoryTracker
+from zero_full.plan.meta_model import begin_pass, meta_copy_of
+from zero_full.plan.result import Phase
+from zero_full.settings import Settings
+from zero_full.shard.access.held_bytes import bytes_behind
+from zero_full.shard.deal.dealer import Dealer, Drafts
+from zero_full.shard.deal.host_memory import Sizes, host_memory
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.start.argument_checks import check_optimizer
+from zero_full.start.from_config import accumulation_of, scaler_of, settings_of, shard_ranks_of
+
+DEFAULT_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
+DISTINCT = 3  # micro-batches to simulate: the first, the last, and one for all in between, which are equal
+CPU = torch.device("cpu")
+Returned = TypeVar("Returned")
+log = logging.getLogger("zero_full")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks and the device of the planned run."""
+
+    world: int  # number of data-parallel ranks
+    experts: int | None  # number of consecutive ranks that hold different experts
+    device: str
+
+    def topology(self, config: Config) -> Topology:
+        """Return fake process groups of the first rank."""
+        ranks, size = range(self.world), self.experts
+        topology = Topology(data=PretendedGroup(ranks, 0))
+        if size is not None:
+            different, same = PretendedGroup(ranks[:size], 0), PretendedGroup(ranks[::size], 0)
+            topology = replace(topology, expert=different, expert_data=same)
+        shard_ranks = shard_ranks_of(config, self.world)
+        return topology if shard_ranks is None else topology.with_sub_groups(shard_ranks)
+
+
+class Simulation:
+    """The model and optimizer of the first rank, after a step and before its gradients are freed.
+
+    See [Note: the rank that holds most].
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
+        self.config, self.cluster, self.model = resolved.config, cluster, meta_copy_of(model)
+        self.planned, self.tracker = torch.device(cluster.device), MemoryTracker()
+        self.copied: dict[str, int] = {}  # bytes copied in a step between device and host, by direction
+        self.sent_by_rank: dict[Communicator, list[int]] = {}  # bytes of whole parameters in a step
+        self.parameters_read = self.parameters_written = 0  # bytes in a step, in a spill file
+        base = self._base()
+        with _silent():
+            self.optimizer = self._assembled(base)
+            self.traffic, self.shelf = self.optimizer.groups.traffic, self.optimizer.parts.shelf
+            self.engine = Engine(self.model, self.optimizer, resolved, CPU)
+            with self.tracker:
+                if self.optimizer.parts.sites:
+                    self._step(1)  # records the order in which modules are called
+                    self.optimizer.zero_grad()
+                flats = self.optimizer.parts.flats
+                self.tracker.begin(flat.full for flat in flats if flat.released_at_rest)
+                self.sent = self._step(self.config.gradient_accumulation_steps)
+            self.holdings = self.optimizer.holdings()
+            # Peak bytes of temporary memory within a step, by kind.
+            self.peaks = {kind: self.tracker.peak(kind) for kind in ("gathered", "buckets", "update")}
+            self.phases = tuple(self._phases())
+
+    # Assembly ------------------------------------------------------------------------------------
+
+    def _base(self) -> torch.optim.Optimizer:
+        """Build the configuration's optimizer over the model's copy, and check it."""
+        chosen = self.config.optimizer or DEFAULT_OPTIMIZER
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("there is nothing to train: no parameter requires gradients")
+        groups = [{"params": trained}]
+        base = _as_config_error(partial(build_optimizer, chosen.type, chosen.params, groups, self.model))
+        _as_config_error(partial(check_optimizer, base, self.model))
+        if isinstance(base, OneBitOptimizer):
+            # This machine may lack the backend of the planned run.
+            base.model_options = {**base.model_options, "comm_backend_name": None}
+        return base
+
+    def _assembled(self, base: torch.optim.Optimizer) -> ZeroOptimizer:
+        """Assemble the optimizer of a run with fake offload, and track the memory of its parts."""
+        topology, settings = self.cluster.topology(self.config), settings_of(self.config)
+        cut = (topology.shard or topology.data, topology.expert_data) if settings.cuts_state else ()
+        if any(group is not None and group.size() > 1 for group in cut):
+            _as_config_error(partial(check_elementwise, base, settings.allow_untested))
+        prepared, accumulation = self._prepared(base, settings), accumulation_of(self.config)
+        made = assemble(self.model, topology, prepared, accumulation, self._open_tier)
+        for options in (base.defaults, *base.param_groups):
+            _adapt_to_meta(options)
+        counting = self.tracker.counting
+        for flat in made.parts.flats:
+            flat.gather_slices = counting("gathered")(flat.gather_slices)
+        for group in made.trained:
+            if group.master.tier.apart:
+                group.master.fetch = counting(None)(group.master.fetch)  # type: ignore[method-assign]
+        steppers = made.steppers
+        stepped_on = {CPU if group.master.tier.apart else self.planned for group in made.trained}
+        steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, stepped_on))
+        steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank)
+        for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
+            if stepper is not None:
+                kind = "update" if stepper.phases() else None
+                stepper.step = counting(kind)(stepper.step)  # type: ignore[method-assign]
+        return made
+
+    def _prepared(self, base: torch.optim.Optimizer, settings: Settings) -> Prepared:
+        tier, param_tier = (
+            fake_tier(each, self.planned, self.tracker) for each in (settings.tier, settings.param_tier)
+        )
+        settings = replace(settings, tier=tier, param_tier=param_tier, check_timeout_s=None)
+        return Prepared(Deferred(self.model, META), base, settings, scaler_of(self.config), {})
+
+    def _open_tier(
+        self, base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device
+    ) -> Tier:
+        """Count the host memory that only the drafts show, and open the tier without its checks."""
+        memory, tier = host_memory(base, dealer, drafts, self.planned), dealer.settings.tier
+        self.pinned = self.aside = 0  # bytes of host memory: page-locked, and gradients of a delayed update
+        self.early = memory.early
+        if isinstance(tier, HostTier) and tier.locks(self.planned):
+            self.pinned = Places([*memory.rooms, *memory.passing]).size
+        if tier.delay_after is not None:
+            aside = Sizes(base, dealer, self.planned).aside
+            self.aside = sum(aside(draft) for draft in drafts.offloaded if not draft.kind.asleep)
+        return tier.open(memory.rooms, device)
+
+    # A step --------------------------------------------------------------------------------------
+
+    def _passes(self, boundaries: Sequence[bool]) -> list[tuple[int, int]]:
+        """Run forward and backward for each micro-batch. `boundaries`: which are accumulation boundaries.
+
+        Returns, for each, the bytes sent and the bytes of parameters read from the spill file.
+        """
+        found = []
+        for is_boundary in boundaries:
+            if self.config.managed_gradient_accumulation:
+                self.engine.set_gradient_accumulation_boundary(is_boundary)
+            begin_pass(self.model)
+            before, (before_reading, _) = self.traffic.total(), self._file_traffic()
+            with self.tracker.counting("gathered"):
+                loss = self.engine(torch.zeros((), device=META))
+            with self.tracker.counting("buckets"):
+                self.engine.backward(loss)
+            found.append((self.traffic.total() - before, self._file_traffic()[0] - before_reading))
+        return found
+
+    def _file_traffic(self) -> tuple[int, int]:
+        """Return the bytes of parameters read from the spill file and written to it so far."""
+        return (self.shelf.read, self.shelf.written) if isinstance(self.shelf, FakeFileShelf) else (0, 0)
+
+    def _step(self, micro_batches: int) -> int:
+        """Run a whole step and return the bytes sent in it."""
+        self.traffic.clear()
+        self.sent_by_rank.clear()
+        flow = self.optimizer.parts.flow
+        copied = flow.copied if flow is not None else Traffic()
+        copied.clear()
+        count, before = min(micro_batches, DISTINCT), self._file_traffic()
+        passes = self._passes([place + 1 == count for place in range(count)])
+        with self.tracker.counting("update"):
+            self.optimizer.step()
+        sent, again = (size * (micro_batches - count) for size in (passes[1] if count > 1 else (0, 0)))
+        down, up = (copied.sent[what] for what in ("gradients down", "parameters up"))
+        if self.optimizer.settings.frees_gradients:  # gradients are copied to the host in each pass
+            down = down // count * micro_batches
+        self.copied = {"down": down, "up": up}
+        read, written = (now - then for now, then in zip(self._file_traffic(), before, strict=True))
+        self.parameters_read, self.parameters_written = read + again, written
+        return self.traffic.total() + sent + self._excess(self.sent_by_rank)
+
+    def _phases(self) -> Iterator[Phase]:
+        """Run a step of each kind, for an optimizer that has several."""
+        stepper = self.optimizer.contents.stepper
+        for name, begin in stepper.phases().items():
+            self.optimizer.zero_grad()
+            begin()
+            with self.tracker:
+                self.tracker.begin(())
+                sent = self._step(self.config.gradient_accumulation_steps)
+            state = _state_in(self.optimizer.base.state.values())
+            moments = bytes_behind(state) + bytes_behind(stepper.held())
+            yield Phase(name, moments, self.tracker.peak("update"), sent, self._saved())
+
+    # Results -------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, int]:
+        """Return the bytes of persistent memory and of traffic, by kind."""
+        whole = [p for p in self.model.parameters() if p not in self.optimizer.parts.places]
+        host, owned = (bytes_behind(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
+        masters = (group.master for group in self.optimizer.trained)
+        master = bytes_behind(m.values for m in masters if m.is_separate and not m.tier.apart)
+        return {
+            "parameters": bytes_behind([*self.holdings["parameters"], *whole]),
+            "buffers": bytes_behind(self.model.buffers()),
+            "gradients": bytes_behind(self.holdings["gradients"]),
+            "master": master,
+            "moments": owned - master + self._excess(self._state_by_rank(apart=False)),
+            "communication": self._windows(),
+            **self._offloaded(host, self._excess(self._state_by_rank(apart=True))),
+            "pinned": self.pinned + page_locked(self.shelf),
+            **self.copied,
+            "saved": self._saved(),
+        }
+
+    def _offloaded(self, host: int, excess: int) -> dict[str, int]:
+        """Return the bytes offloaded to host memory and disk, and the disk traffic of a step.
+
+        `host` are the first rank's tensors on the host, `excess` is the state that the largest rank has more.
+        """
+        tier, state = self.optimizer.settings.tier, 0
+        if isinstance(tier, FakeBlockTier):
+            host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
+        else:
+            host += excess + self.early + self.aside
+        shelf = self.shelf if isinstance(self.shelf, FakeFileShelf) else None
+        return {
+            "host": host + (shelf.buffers if shelf else 0),
+            "disk": state + (shelf.disk if shelf else 0),
+            "read": state + self.parameters_read,
+            "written": state + self.parameters_written,
+        }
+
+    def _saved(self) -> int:
+        taken = Taken(self.model, self.optimizer, exclude_frozen=False)
+        return saved_bytes(taken, self.optimizer, self.cluster.experts or 1)
+
+    def _state_by_rank(self, apart: bool) -> dict[Communicator, list[int]]:
+        """Return each rank's bytes of optimizer state, offloaded (`apart`) or not, by communicator."""
+        base, dtypes = self.optimizer.base, self.optimizer.settings.dtypes
+        per_element = dict[tuple[int, torch.dtype], int]()
+        by_rank = dict[Communicator, list[int]]()
+        for group in (each for each in self.optimizer.trained if each.master.tier.apart is apart):
+            ranks = by_rank.setdefault(group.ranks, [0] * group.ranks.size)
+            for member in group.members if not group.asleep else ():
+                kind = member.group, group.master.values.dtype
+                piece = group.master.pieces.get(member)
+                if piece is not None:
+                    state = _state_in([base.state.get(piece.master, {})])
+                    per_element[kind] = bytes_behind(state) // piece.master.numel()
+                elif kind not in per_element:
+                    per_element[kind] = state_bytes(base, *kind, dtypes) or 0
+                for rank, numel in group.layout.shares(member.index):
+                    ranks[rank] += numel * per_element[kind]
+        return by_rank
+
+    def _excess(self, by_rank: Mapping[Communicator, Sequence[int]]) -> int:
+        """Return how much the largest rank exceeds the first. See [Note: the rank that holds most]."""
+        groups, expert_ranks = self.optimizer.groups, self.cluster.experts or 1
+        dense = by_rank.get(groups.dense.shard, [0])
+        experts = [0] if groups.expert is None else by_rank.get(groups.expert.shard, [0])
+        totals = [
+            dense[rank % len(dense)] + experts[rank // expert_ranks % len(experts)]
+            for rank in range(self.cluster.world)
+        ]
+        return max(totals) - totals[0]
+
+    def _windows(self) -> int:
+        """Return the bytes of shared-memory windows, if all ranks are on one host."""
+        groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
+        shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
+        return len(groups) * window_of(HALF) if shared else 0
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drop this thread's log records: they would advise on training, which the simulation does not do."""
+    here = threading.get_ident()
+
+    def is_from_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(is_from_another_thread)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_from_another_thread)
+
+
+def _as_config_error(check: Callable[[], Returned]) -> Returned:
+    """Call `check`, and raise its TypeError or ValueError as ConfigError."""
+    try:
+        return check()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _adapt_to_meta(options: dict[str, Any]) -> None:
+    """Drop options that torch rejects on the meta device. The same stepper is chosen, with the same state."""
+    if options.get("capturable"):  # the fused kernel is not used for capturable optimizers
+        options.update(capturable=False, fused=False)
+    elif options.get("fused"):
+        options["fused"] = None
+
+
+def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """Return the tensors in these states, without step counters."""
+    return [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
