@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from zero_full import __version__
 from zero_full.commands import build, check, doctor, export, fit, inspect, migrate, plan, replay
 from zero_full.commands.command import PROGRAM
-from zero_full.errors import UsageError
+from zero_full.errors import (
+    ConfigError,
+    FitError,
+    MigrateError,
+    PlanError,
+    RecordingError,
+    UsageError,
+)
 from zero_full.formatting import printable
 
 COMMANDS = (
@@ -22,6 +29,8 @@ COMMANDS = (
     replay.COMMAND,
     build.COMMAND,
 )
+# Errors in the arguments or in a file that they name. Others are failures of the command, with a traceback.
+USAGE_ERRORS = (ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError)
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 
@@ -32,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             print(end="", flush=True)
-    except BrokenPipeError:  # who reads this has seen enough; Python would write once more at its end
+    except BrokenPipeError:  # the reader has closed the pipe; Python would flush stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -41,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = parser_of_all()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     command = next((each for each in COMMANDS if each.name == options.command), None)
     if command is None:
@@ -49,24 +58,24 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 0
     try:
         return command.run(options)
-    except UsageError as error:
+    except USAGE_ERRORS as error:
         parser.exit(MISUSED, printable(f"{PROGRAM} {command.name}: error: {error}\n"))
 
 
-def parser_of_all() -> argparse.ArgumentParser:
-    """What reads the arguments of all commands."""
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser for the arguments of all commands."""
     parser = argparse.ArgumentParser(
         PROGRAM,
         description="Look at a machine, a configuration, a checkpoint or a run.",
-        epilog=f"{PROGRAM} COMMAND -h says more, with examples.",
+        epilog=f"{PROGRAM} COMMAND -h shows its arguments and examples.",
     )
     parser.add_argument("--version", action="version", version=f"zero_full {__version__}")
-    each_of = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
-        added = each_of.add_parser(
+        subparser = subparsers.add_parser(
             command.name, help=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        command.describe(added)
+        command.describe(subparser)
     return parser
 
 

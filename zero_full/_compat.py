@@ -31,17 +31,17 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 # Tensors ---------------------------------------------------------------------------------------------
 
-# Private properties of a tensor other than its values.
-BESIDE_VALUES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+# Private attributes of a tensor other than its values.
+METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 BACKWARD_HOOKS = "_backward_hooks"  # set by a tensor's first `register_hook`
-VIEWED = "_base"  # the base tensor of a view
+VIEW_BASE = "_base"  # attribute of a view: the tensor whose memory it shares
 has_compatible_type = torch._has_compatible_shallow_copy_type  # called when a module is converted
 typed_storage = Tensor._typed_storage  # called by `Tensor.storage` and pickle to get the memory
 foreach_zero = torch._foreach_zero_  # called by an optimizer's `zero_grad(set_to_none=False)`
 foreach_add = torch._foreach_add_  # many additions in one call, instead of one call per tensor
 
 
-def calling_ddp() -> Any:
+def running_ddp() -> Any:
     """Return the DistributedDataParallel whose forward is running in this process, or None."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
@@ -57,7 +57,7 @@ def instance_of(kind: type[Any], tensor: Tensor) -> Any:
     return Tensor._make_subclass(kind, tensor)
 
 
-class ParameterInWaiting(Tensor):
+class ParameterCandidate(Tensor):
     """Tensor subclass that `nn.Parameter(tensor)` turns into a parameter, by calling `become_parameter`.
 
     torch sets `_is_param` on such a tensor, and reads it in `isinstance(tensor, nn.Parameter)`. Only the
@@ -119,24 +119,24 @@ transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
+def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the current backward pass."""
     Variable._execution_engine.queue_callback(callback)
 
 
 # A parameter's post-accumulate-grad hooks, in order.
-arrival_hooks: Callable[[Tensor], dict[int, Any]] = attrgetter("_post_accumulate_grad_hooks")
+post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Any]] = attrgetter("_post_accumulate_grad_hooks")
 # Modules ---------------------------------------------------------------------------------------------
 
 NormWithStatistics = nn.modules.batchnorm._NormBase  # base of batch and instance norms, without a public name
 
 
-def held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def parameters_and_children(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dictionaries of a module's parameters and children themselves, not copies."""
     return module._parameters, module._modules
 
 
-def is_saved(module: nn.Module, buffer: str) -> bool:
+def is_persistent_buffer(module: nn.Module, buffer: str) -> bool:
     """Return whether the module's buffer of this name is persistent: in the state dict."""
     return buffer not in module._non_persistent_buffers_set
 
@@ -150,14 +150,14 @@ step_hooks: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = attrg
 )
 
 
-def without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
+def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return `optimizer.step` without torch's wrapper, which calls the hooks."""
     step: Any = type(optimizer).step
     return partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
 
 
 @contextmanager
-def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
+def disable_step_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Disable an optimizer's own step hooks inside the context. Global hooks still run."""
     registered: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     kept = [dict(hooks) for hooks in registered]
@@ -182,7 +182,7 @@ def load_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     return list(before.values()), list(optimizer._optimizer_load_state_dict_post_hooks.values())
 
 
-STEPPED = "_opt_called"  # optimizer attribute, True after a step; LR schedulers warn without it
+OPT_CALLED = "_opt_called"  # optimizer attribute, True after a step; LR schedulers warn without it
 
 
 def is_wrapped_by_schedule(step: Any) -> bool:
@@ -220,7 +220,7 @@ REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 # Process groups --------------------------------------------------------------------------------------
 
 
-def keys_under(prefix: str, store: Any) -> Any:
+def prefix_store(prefix: str, store: Any) -> Any:
     """Return a view of a store that adds `prefix` to all keys."""
     return torch._C._distributed_c10d.PrefixStore(prefix, store)
 
@@ -269,7 +269,7 @@ def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
     return group
 
 
-def plain(name: str) -> str:
+def clean_name(name: str) -> str:
     """Return a parameter's name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 

@@ -28,7 +28,7 @@ from zero_full.comm.devices import ON_CPU, own_accelerator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.construct import Deferred, has_values, outside_recording
-from zero_full.engine.forward_hooks import FirstCall, ModelCalls
+from zero_full.engine.forward_hooks import DdpCheck, ForwardHooks
 from zero_full.formatting import listed
 from zero_full.kernels.load import load
 from zero_full.offload import Need, Shelf, Tier, limits_here, refusal
@@ -45,7 +45,7 @@ from zero_full.shard.passes.backward import Accumulation
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 from zero_full.start.argument_checks import check_arguments, check_model, check_optimizer
-from zero_full.start.startup_checks import attempt, compare, everyones, facts_of, refuse_shared_devices
+from zero_full.start.startup_checks import attempt, check_shared_devices, compare, facts_of, gather_objects
 
 log = logging.getLogger("zero_full")
 OpenTier = Callable[[torch.optim.Optimizer, Dealer, Drafts, torch.device], Tier]
@@ -88,7 +88,7 @@ def shard(
     accumulation = Accumulation(plain_divisor=settings.plain_divisor)
     made, _ = compose(model, topology, settings, lambda: (optimizer, None), scaler, accumulation, facts)
     if made.scaler.scales:
-        made.hooks.append(ModelCalls(model, made, gates=True))
+        made.hooks.append(ForwardHooks(model, made, scales_outputs=True))
     return made
 
 
@@ -143,7 +143,7 @@ def _prepare(
 ) -> Prepared:
     check_model(model)
     deferred = Deferred(model, _device(model))
-    refuse_shared_devices(topology, deferred.device)
+    check_shared_devices(topology, deferred.device)
     model.to(deferred.device)  # recorded tensors do not move
     if not _shares_memory():
         settings = replace(settings, shared_memory=False)
@@ -212,7 +212,7 @@ def assemble(
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler, accumulation)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
     optimizer.state_dict_guards = guard(model) if parts.sites or is_behind else []
-    optimizer.hooks.append(FirstCall(model))
+    optimizer.hooks.append(DdpCheck(model))
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
@@ -225,7 +225,7 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
         failing.callback(shelf.close)
         memory = host_memory(base, dealer, drafts, device)
         if tier.apart or dealer.settings.param_tier.apart:
-            needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
+            needs = gather_objects(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
             if reason := refusal(needs):
                 raise MemoryError(reason)
         if not memory.knows_state and this_rank() == 0:
@@ -262,7 +262,7 @@ def _check_disk_space(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topo
     if not opened:
         return
     mine = [((socket.gethostname(), each.place), need) for each, need in opened]
-    told = everyones(mine, topology)
+    told = gather_objects(mine, topology)
     for (each, _), (here, _) in zip(opened, mine, strict=True):
         together = sum(need for theirs in told.values() for place, need in theirs if place == here)
         attempt(partial(each.refuse_too_little, together), topology)

@@ -38,9 +38,9 @@ class NotFiniteError(ArithmeticError):
     """
 
     def __init__(self, what: str, tensors: Sequence[int]) -> None:
-        where = f"in tensor {', '.join(map(str, tensors))}" if tensors else "outside of what travels"
+        where = f"in tensor {', '.join(map(str, tensors))}" if tensors else "in values that are not sent"
         super().__init__(
-            f"compressed average of {what}: inf or NaN on some rank, {where}; nothing has changed"
+            f"compressed average of {what}: inf or NaN on some rank, {where}. Nothing was changed"
         )
         self.tensors = list(tensors)
 

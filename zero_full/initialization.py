@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.assemble import compose
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
-from zero_full.config.together import MICRO, TRAIN
+from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.engine.engine import Engine
 from zero_full.engine.loader import RankLoader
@@ -31,7 +31,7 @@ from zero_full.start.argument_checks import (
     check_scale,
     check_schedule,
     check_training_data,
-    untrained,
+    untrained_parameters,
 )
 from zero_full.start.from_config import (
     accumulation_of,
@@ -43,7 +43,7 @@ from zero_full.start.from_config import (
     shard_ranks_of,
 )
 from zero_full.start.launch import init_distributed
-from zero_full.start.startup_checks import RollCall, attempt
+from zero_full.start.startup_checks import StartupBarrier, attempt
 
 log = logging.getLogger("zero_full")
 
@@ -91,7 +91,9 @@ def initialize(
     topology = _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
 
-    read = partial(_read, (args, config, config_params), data_ranks, wrap, training_data, RollCall(topology))
+    read = partial(
+        _read, (args, config, config_params), data_ranks, wrap, training_data, StartupBarrier(topology)
+    )
     resolved, settings = attempt(read, topology)
     checked = resolved.config
     make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)
@@ -130,7 +132,7 @@ def _read(
     data_ranks: int,
     wrap: Wrap | None,
     training_data: Any,
-    roll_call: RollCall,
+    roll_call: StartupBarrier,
 ) -> tuple[Resolved, Settings]:
     """Return the resolved configuration and the settings derived from it."""
     resolved = resolve(_config(*configs), data_ranks)
@@ -254,7 +256,7 @@ def _forgotten(engine: Engine) -> Iterator[str]:
     """Yield a warning about parameters that require gradients and are in no parameter group."""
     if isinstance(engine.optimizer.base, NoOptimizer):
         return
-    if names := untrained(engine.optimizer, engine.module):
+    if names := untrained_parameters(engine.optimizer, engine.module):
         yield (
             f"{len(names)} parameters require gradients and are in no parameter group of the optimizer, so "
             f"they are not trained: {listed(names)}"

@@ -58,7 +58,7 @@ class Settings:
         """Raise ValueError or TypeError for invalid options."""
         for name, tier in (("tier", self.tier), ("param_tier", self.param_tier)):
             if not isinstance(tier, Tier):
-                raise TypeError(f"{name} must be one such as HostTier(), not {tier!r}")
+                raise TypeError(f"{name} must be a tier such as HostTier(), not {tier!r}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("bucket_numel", "predivide", "plain_divisor"):
@@ -66,16 +66,17 @@ class Settings:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if not 0 <= self.clip < inf:
-            raise ValueError(f"clip must be a norm, or 0 for no clipping, not {self.clip!r}")
+            raise ValueError(f"clip must be a finite norm, or 0 for no clipping, not {self.clip!r}")
         if self.stage == 0 and self.tier.apart:
-            raise ValueError("stage 0 keeps the optimizer's state beside the parameters: use stage 1, 2 or 3")
+            raise ValueError("tier: stage 0 keeps the optimizer state on the device. Use stage 1, 2 or 3")
         if self.stage < 3 and self.param_tier.apart:
             raise ValueError(
-                f"stage {self.stage} keeps whole parameters on the device: param_tier needs stage 3"
+                f"param_tier: stage {self.stage} keeps unsharded parameters on the device. Use stage 3"
             )
         if self.tier.delay_after is not None and self.param_tier.apart:
             raise ValueError(
-                "delay_after and param_tier: parameters that wait elsewhere come up to date in a step"
+                "tier.delay_after and param_tier exclude each other: offloaded parameters are updated within "
+                "the step"
             )
 
     @cached_property

@@ -1,8 +1,9 @@
-"""Reference of public names: signatures and docstrings as they stand in the code, which is not imported."""
+"""Reference of public names: signatures and docstrings as they stand in the code."""
 
 import ast
 import re
 from functools import cache
+from importlib import import_module
 
 from places import ROOT, SiteError
 from snippets import Defined, find, line_link, lines_of, tree_of
@@ -15,10 +16,7 @@ WIDE = 96  # a signature that does not fit takes a line an argument
 @cache
 def exported(package: str) -> tuple[str, ...]:
     """The names in `__all__`."""
-    for node in tree_of(f"{package}/__init__.py").body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return tuple(ast.literal_eval(node.value))
-    raise SiteError(f"{package}/__init__.py has no __all__")
+    return tuple(import_module(package).__all__)
 
 
 def home_of(package: str, name: str) -> str:

@@ -13,14 +13,14 @@ from places import SiteError
 from pydantic import BeforeValidator
 from rules_in_js import translated
 
-from zero_full.config import read, remarks, report, values
+from zero_full.config import json_parser, messages, remarks, values
 from zero_full.config.schema import Config, Strict
 from zero_full.config.verdicts import IN_A_RUN, IN_TORCH
 from zero_full.formatting import WIDE
 
 FILE = "assets/js/config_data.js"
 CHANGES = {  # what config_check.js does to a value before it is judged, by the same names
-    *(values.zero_or_one, values.lower, values.capital, values.never_is_none, values.nothing_is_empty),
+    *(values.zero_or_one, values.lower, values.capital, values.infinity_is_none, values.null_is_empty),
     *(values.short_dtype, values.names_or_auto),
 }
 WHENS = {remarks.is_on, remarks.more_than_one, remarks.names_some}  # and these are in it, too
@@ -31,14 +31,14 @@ def data() -> str:
     """Two constants: what is known of each key, and the rules about several."""
     known = {
         "schema": _model(Config),
-        "keys": list(report.known_keys()),
-        "kinds": report.KINDS,
+        "keys": list(messages.known_keys()),
+        "kinds": messages.KINDS,
         "dtypes": values.DTYPES,
         "inTorch": IN_TORCH,
         "inARun": IN_A_RUN,
-        "deepest": read.DEEPEST,
-        "digits": read.DIGITS,
-        "otherWords": read.OTHER_WORDS,
+        "deepest": json_parser.DEEPEST,
+        "digits": json_parser.DIGITS,
+        "otherWords": json_parser.OTHER_WORDS,
         "wide": WIDE,
     }
     return f"const zeroConfig = {in_js(known)}\nconst zeroConfigRules = {translated()}\n"
@@ -61,7 +61,7 @@ def _model(model: type[Strict]) -> dict[str, Any]:
 
 def _field(name: str, field: Any) -> dict[str, Any]:
     known: dict[str, Any] = {"steps": _steps(name, field.annotation, field.metadata)}
-    inner = report.inner_model(field.annotation)
+    inner = messages.inner_model(field.annotation)
     if inner is not None:
         known["model"] = _model(inner)
     if field.is_required():

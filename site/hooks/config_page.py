@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from snippets import Defined, find, tree_of
 
 from zero_full.config import resolve
+from zero_full.config.messages import explain, inner_model
 from zero_full.config.remarks import Remark
-from zero_full.config.report import explain, inner_model
 from zero_full.config.schema import STAGE3, Config, Strict
 from zero_full.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """What each name of DeepSpeed's is here: the tables that `python -m zero_full migrate` works by."""
 
 from zero_full.migrate.calls import missing_of_engines
-from zero_full.migrate.names import INSTEAD, MODULES, NAMES, PARAMETER
+from zero_full.migrate.name_table import INSTEAD, MODULES, NAMES, PARAMETER
 
 
 def same(_: str, page: str) -> str:

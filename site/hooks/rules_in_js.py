@@ -1,6 +1,6 @@
 """The rules about several keys of a configuration, for the page that checks one: Python, translated.
 
-`zero_full/config/together.py` is the only place where these rules stand. Its functions use little of Python,
+`zero_full/config/rules.py` is the only place where these rules stand. Its functions use little of Python,
 and what is not known here stops the build. Whole numbers become BigInt, which compare with other numbers as
 Python's do, and never turn into them by accident.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from places import ROOT, SiteError
 
-SOURCE = "zero_full/config/together.py"
+SOURCE = "zero_full/config/rules.py"
 OPERATORS: dict[type[ast.AST], str] = {
     **{ast.And: "&&", ast.Or: "||", ast.Mult: "*", ast.Mod: "%", ast.Add: "+", ast.Pow: "**"},
     ast.FloorDiv: "/",  # of BigInts above 0

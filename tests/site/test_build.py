@@ -156,7 +156,7 @@ def test_every_notebook_has_its_page(site: Path) -> None:
 def test_every_key_and_every_public_name_is_documented(site: Path) -> None:
     import zero_full
     import zero_min
-    from zero_full.config.report import known_keys
+    from zero_full.config.messages import known_keys
 
     keys = (site / "configuration.html").read_text()
     for key in known_keys():

@@ -17,7 +17,7 @@ from places import SiteError
 from tests.site.browser import Open
 from tests.zero_full.random_configs import texts
 from zero_full.check.check_command import check_file
-from zero_full.config import check, together
+from zero_full.config import check, rules
 from zero_full.config.verdicts import VerdictKind
 
 pytest_plugins = ["tests.site.fixtures"]
@@ -53,16 +53,16 @@ def test_the_page_s_verdicts_are_python_s(open_page: Open) -> None:
 
 def test_every_rule_speaks_in_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or an error in its translation would not be seen."""
-    heard, rule = set(), together.Rule
+    heard, rule = set(), rules.Rule
 
-    def noted(*parts: Any) -> together.Rule:
+    def noted(*parts: Any) -> rules.Rule:
         heard.add(sys._getframe(1).f_lineno)
         return rule(*parts)
 
-    monkeypatch.setattr(together, "Rule", noted)
+    monkeypatch.setattr(rules, "Rule", noted)
     for text, world in cases():
         check(text, world)
-    source = Path(together.__file__).read_text()
+    source = Path(rules.__file__).read_text()
     spoken = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)]
     silent = [node.lineno for node in spoken if heard.isdisjoint(range(node.lineno, node.end_lineno + 1))]
     assert len(spoken) > 30 and not silent
@@ -143,7 +143,7 @@ def test_every_key_has_an_anchor_and_a_link_opens_its_fold(open_page: Open) -> N
     row = page.locator("tr", has=page.locator("[id='zero_optimization.cpu_offload_param']"))
     assert row.is_visible() and 'write "offload_param": {"device": "cpu"}' in row.inner_text()
     ids = set(page.evaluate("[...document.querySelectorAll('article [id]')].map(each => each.id)"))
-    assert set(checker.report.known_keys()) <= ids
+    assert set(checker.messages.known_keys()) <= ids
 
 
 def test_on_a_phone_the_reference_shows_what_each_key_does(open_page: Open) -> None:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
-from zero_full.__main__ import parser_of_all
+from zero_full.__main__ import build_parser
 from zero_full.config import Config, resolve
-from zero_full.config.report import entries
+from zero_full.config.messages import entries
 from zero_full.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_the_shell_can_read_it(block: Block) -> None:
 
 @pytest.mark.parametrize("arguments", commands("python -m zero_full"), ids=" ".join)
 def test_our_command_line_takes_them(arguments: list[str]) -> None:
-    assert parser_of_all().parse_args(arguments).command == arguments[0]
+    assert build_parser().parse_args(arguments).command == arguments[0]
 
 
 @pytest.mark.parametrize("arguments", [*commands("torchrun"), *commands("srun torchrun")], ids=" ".join)

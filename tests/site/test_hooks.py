@@ -9,7 +9,7 @@ import pytest
 
 from lessons import museum
 from tests.structure.test_structure import graph, room_of
-from zero_full.migrate.names import INSTEAD, NAMES
+from zero_full.migrate.name_table import INSTEAD, NAMES
 
 pytest.importorskip("material", reason="pip install -e '.[site]'")
 

@@ -34,7 +34,7 @@ PARTS = (  # things of torch that have private names
 TORCHS = {name for part in PARTS for name in dir(part) if PRIVATE.fullmatch(name)}
 TORCHS |= {"_is_param", "_opt_called", "_wrapped_by_lr_sched"}  # marks that it sets while it runs
 PYTHONS = {"_make", "_replace", "_asdict", "_getframe", "_exit"}  # of named tuples, sys, os
-DERIVED = {"Tensor", "Parameter", "Module", "Optimizer", "ParameterInWaiting"}  # torch asks for more of these
+DERIVED = {"Tensor", "Parameter", "Module", "Optimizer", "ParameterCandidate"}  # torch asks for more of these
 # These still do it. The list must become empty.
 
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from zero_full.config.report import Entry, entries, known_keys
+from zero_full.config.messages import Entry, entries, known_keys
 from zero_full.config.schema import Config, OffloadOptimizerConfig, OffloadParamConfig
 
 ODD = [

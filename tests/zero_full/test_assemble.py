@@ -139,10 +139,10 @@ def test_without_an_optimizer_the_model_serves() -> None:
     [
         (lambda: Settings(stage=4), "stage must be 0, 1, 2 or 3, not 4"),
         (lambda: Settings(bucket_numel=0), "bucket_numel must be above 0"),
-        (lambda: Settings(clip=float("nan")), "clip must be a norm"),
-        (lambda: Settings(stage=0, tier=HostTier()), "stage 0 keeps the optimizer's state beside"),
+        (lambda: Settings(clip=float("nan")), "clip must be a finite norm"),
+        (lambda: Settings(stage=0, tier=HostTier()), "tier: stage 0"),
         (lambda: shard(Net(), adamw(Net()), Settings()), "none of this model's parameters"),
-        (lambda: shard(adamw(Net()), adamw(Net())), "needs a model"),  # type: ignore[arg-type]
+        (lambda: shard(adamw(Net()), adamw(Net())), "model must be an nn.Module"),  # type: ignore[arg-type]
     ],
 )
 def test_a_mistake_is_told(make: Callable[[], Any], message: str) -> None:

@@ -223,14 +223,14 @@ def test_a_state_dict_without_what_this_run_has_is_refused(caplog: pytest.LogCap
     schedule = scheduled.lr_scheduler.state_dict()
     with pytest.raises(ValueError, match="has no schedule, so this run's WarmupLR"):
         scheduled.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"it lacks \['module'"):
+    with pytest.raises(ValueError, match=r"\['module'.* are missing"):
         scheduled.load_state_dict(state["optimizer"])
     assert same(kept_of(scheduled), before)
     scheduled.load_state_dict(state | {"lr_scheduler": schedule})
     assert scheduled.lr_scheduler.state_dict() == schedule and scheduled.global_steps == 1
     assert "schedule" not in caplog.text
     engine.load_state_dict(scheduled.state_dict())
-    assert "the state of a schedule is not loaded" in caplog.text
+    assert "the schedule's state is not loaded" in caplog.text
 
 
 @pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.AdamW])
@@ -276,7 +276,7 @@ def test_inside_a_step_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     }
     for call, argument in calls.items():
         hook = engine.optimizer.register_step_post_hook(lambda *_, c=call, a=argument: c(a))
-        with pytest.raises(RuntimeError, match=rf"{call.__name__} inside engine\.step\(\), by a hook"):
+        with pytest.raises(RuntimeError, match=rf"{call.__name__} inside engine\.step\(\)"):
             train(engine, 0)
         hook.remove()
         engine.optimizer.zero_grad()

@@ -43,7 +43,7 @@ def test_return_values_and_names_are_deepspeeds(tmp_path: Path, caplog: pytest.L
     engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
-    assert "nowhere has no `latest` (checkpoints there: none)" in caplog.text
+    assert "nowhere has no `latest`" in caplog.text
     with pytest.raises(
         zero_full.CheckpointError, match=r"has no checkpoint step5. Complete ones: global_step2"
     ):
@@ -206,7 +206,7 @@ def test_objects_of_the_loop_are_kept_for_each_rank(tmp_path: Path) -> None:
     assert [place for place, _ in POOL.run(keeps, 3, tmp_path / "same", None)] == [7, 7, 7]
     for place, said in POOL.run(keeps, 3, tmp_path / "own", None):
         assert place == -1 and "data was saved by 2 ranks, each its own state" in said, said
-    with pytest.raises(TypeError, match="data has no state_dict"):
+    with pytest.raises(TypeError, match="data needs state_dict"):
         engine_of(ALONE).keep_in_checkpoint(data=3)
 
 

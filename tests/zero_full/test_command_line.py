@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import zero_full
-from zero_full.__main__ import COMMANDS, main, parser_of_all
+from zero_full.__main__ import COMMANDS, build_parser, main
 from zero_full.commands.command import PROGRAM, Command
 
 Capture = pytest.CaptureFixture[str]
@@ -50,7 +50,7 @@ def test_help_fits_a_terminal_and_its_examples_are_accepted(
     lines = printed.partition("examples:\n")[2].replace("\\\n", " ").splitlines()
     assert lines and all(line.split()[:4] == [*PROGRAM.split(), command.name] for line in lines)
     for line in lines:
-        assert parser_of_all().parse_args(shlex.split(line)[3:]).command == command.name
+        assert build_parser().parse_args(shlex.split(line)[3:]).command == command.name
 
 
 def test_the_list_of_commands_needs_no_torch_and_a_reader_may_leave() -> None:

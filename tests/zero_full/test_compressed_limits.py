@@ -94,7 +94,7 @@ def sums_overflow(comm: Any) -> tuple[str, bool]:
 
 
 def test_a_server_whose_sum_overflows_tells_all_and_a_call_that_fails_half_way_changes_nothing() -> None:
-    said = "compressed average of momentum: inf or NaN on some rank, in tensor 0; nothing has changed"
+    said = "compressed average of momentum: inf or NaN on some rank, in tensor 0. Nothing was changed"
     assert POOL.run(sums_overflow, 2) == [(said, False)] * 2
 
 

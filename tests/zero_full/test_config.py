@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import zero_full.config
 from zero_full.config import Config, resolve
-from zero_full.config.report import entries
+from zero_full.config.messages import entries
 from zero_full.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -185,14 +185,14 @@ def test_whole_floats_are_whole_numbers() -> None:
         ),
         (
             {"optimizer": {"type": "Adam", "lr": 1}},
-            "optimizer.lr: unknown key; arguments of the optimizer belong in optimizer.params",
+            "optimizer.lr: unknown key; put arguments of the optimizer into optimizer.params",
         ),
         (
             {"data_types": {"x": 1}},
-            "data_types.x: unknown key, and none is spelled like it; "
+            "data_types.x: unknown key, and no key has a similar name; "
             "the keys here are grad_accum_dtype, param_dtype, buffer_dtype, keep_in_fp32_modules; remove it",
         ),
-        ({"xyzzy": 1}, "xyzzy: unknown key, and none is spelled like it; remove it"),
+        ({"xyzzy": 1}, "xyzzy: unknown key, and no key has a similar name; remove it"),
     ],
 )
 def test_an_unknown_key_is_named_with_where_it_may_belong(config: dict[str, Any], error: str) -> None:
@@ -252,7 +252,7 @@ def test_auto_is_for_hugging_face(key: str) -> None:
         if section in config:
             config[section]["type"] = "Adam"
     error = error_of(config)
-    assert error.startswith(f'{key}: "auto" is filled in by Hugging Face') and "a value is needed" in error
+    assert error.startswith(f"{key}: only Hugging Face's Trainer") and "set a value: " in error
 
 
 def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> None:
@@ -263,26 +263,31 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
     }
     starts = [
         *("optimizer.type: got 1", "gradient_clipping: got -1", "colour: unknown key", "amp.enabled = true"),
-        *("zero_optimization.zenflow = {}", "fp16.enabled: bf16.enabled is true as well; only one"),
-        *("zero_optimization.mics_shard_size: 3 does not divide the world size 2", f"{TRAIN}: 9 cannot be"),
+        *("zero_optimization.zenflow = {}", "fp16.enabled: bf16.enabled is true"),
+        *(
+            "zero_optimization.mics_shard_size: 3 does not divide the world size 2",
+            f"{TRAIN}: 9 is not a mult",
+        ),
     ]
     errors = errors_of(config)
     assert len(errors) == len(starts)
     assert all(error.startswith(start) for error, start in zip(errors, starts, strict=True))
-    assert "gradients of earlier steps; remove it: offload_optimizer" in errors[4]
+    assert "gradients of earlier steps; remove it" in errors[4]
 
 
 @pytest.mark.parametrize(
-    ("config", "error"),
+    ("config", "key", "words"),
     [
-        ({"optimizer": {}}, "optimizer.type: missing; give its name, or remove optimizer"),
+        ({"optimizer": {}}, "optimizer.type", ["missing", "remove optimizer"]),
         (
             {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
-            "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead",
+            "optimizer.params.max_grad_norm",
+            ["set gradient_clipping"],
         ),
         (
             {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-            "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well; set it",
+            "bf16.bf16_optimizer_states",
+            ["requires bf16.bf16_master_weights_and_grads"],
         ),
         (
             {
@@ -293,26 +298,27 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
                     "bf16_optimizer_states": True,
                 },
             },
-            "bf16.bf16_optimizer_states: Muon keeps what it remembers in fp32; remove it",
+            "bf16.bf16_optimizer_states",
+            ["Muon", "remove it"],
         ),
         (
             {"zero_optimization": {"mics_shard_size": 0}},
-            "zero_optimization.mics_shard_size: 0 does not divide the world size 2; "
-            "give a divisor of it, or -1 to shard over all ranks",
+            "zero_optimization.mics_shard_size",
+            ["0 does not divide the world size 2", "-1"],
         ),
         (
             {"fp16": {"enabled": True, "min_loss_scale": 8, "initial_scale_power": 2}},
-            "fp16.min_loss_scale: 8 is above the first scale, 4, which is 2 to the power of "
-            "fp16.initial_scale_power 2; change one of them",
+            "fp16.min_loss_scale",
+            ["8 is above the initial loss scale 4", "fp16.initial_scale_power 2"],
         ),
-        (
-            {"bf16": {}, "bfloat16": {}},
-            "bfloat16: the same key as bf16, and both are given; keep one",
-        ),
+        ({"bf16": {}, "bfloat16": {}}, "bfloat16", ["an alias of bf16", "remove one"]),
     ],
 )
-def test_what_cannot_be_had_together_says_what_to_do(config: dict[str, Any], error: str) -> None:
-    assert error_of(with_batch(config)) == error
+def test_what_cannot_be_had_together_says_what_to_do(
+    config: dict[str, Any], key: str, words: list[str]
+) -> None:
+    error = error_of(with_batch(config))
+    assert error.startswith(f"{key}: ") and all(word in error for word in words)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_second_names_are_accepted_and_used_in_what_is_said() -> None:
     assert resolved.config.bf16.enabled and resolved.origins["bf16.enabled"] == "user"
     assert resolved.config.zero_optimization.stage3_max_live_parameters == 7
     assert resolved.warnings == (
-        "zero_optimization.max_live_parameters = 7 has no effect: only stage 3 reads it",
+        "zero_optimization.max_live_parameters = 7 has no effect: only stage 3 uses it",
     )
     error = error_of(with_batch({"bfloat16": {"enabled": 3}}))
     assert error == "bfloat16.enabled: got 3, expected true or false"

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.zero_full.test_config import nested, with_batch
 from zero_full.config import resolve
-from zero_full.config.report import known_keys
+from zero_full.config.messages import known_keys
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.optim.schedules import OURS
 from zero_full.start.from_config import scaler_of, settings_of

@@ -7,7 +7,7 @@ import pytest
 
 from tests.zero_full.test_config import error_of, nested, with_batch
 from zero_full.config import Config, resolve
-from zero_full.config.report import entries
+from zero_full.config.messages import entries
 
 
 def in_full(top_level: str, zero: str) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_the_random_numbers_of_the_loop_are_not_drawn() -> None:
 def test_a_place_in_other_data_is_refused() -> None:
     state = loaders(10, 1, 2, False)[0].state_dict()
     for other in (loaders(11, 1, 2, False)[0], loaders(10, 1, 2, False, streams=True)[0]):
-        with pytest.raises(ValueError, match=r"had 10 samples when this was saved, and has (11|-1) now"):
+        with pytest.raises(ValueError, match=r"had 10 samples .*has (11|-1) now"):
             other.load_state_dict(state)
 
 

@@ -17,10 +17,10 @@ import torch
 from zero_full.__main__ import main
 from zero_full.doctor import bandwidth
 from zero_full.doctor import machine as doctor
-from zero_full.start.launch import OTHERS, init_distributed
+from zero_full.start.launch import FOREIGN_LAUNCHERS, init_distributed
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-LAUNCHER += [name for other in OTHERS for name in other.sizes]
+LAUNCHER += [name for other in FOREIGN_LAUNCHERS for name in other.sizes]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_half_a_launcher_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert doctor.problems() == []
     monkeypatch.setenv("RANK", "1")
-    assert "RANK is set but WORLD_SIZE, MASTER_PORT are not, so every process would" in doctor.problems()[0]
+    assert "set: RANK; not set: WORLD_SIZE, MASTER_PORT." in doctor.problems()[0]
     assert "not clear" in doctor.report()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")

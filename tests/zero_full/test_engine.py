@@ -259,7 +259,7 @@ def test_a_config_may_be_a_file_or_an_argument(tmp_path: Path) -> None:
 
 
 def test_a_model_is_needed_and_something_to_train() -> None:
-    with pytest.raises(ValueError, match="needs a model"):
+    with pytest.raises(ValueError, match="model must be"):
         zero_full.initialize(config=config(1))
     with pytest.raises(ValueError, match="nothing to train"):
         zero_full.initialize(model=Net().requires_grad_(False), config=config(1))

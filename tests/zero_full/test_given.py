@@ -81,23 +81,20 @@ MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "optimizer of another model": (of_another_model, "the optimizer has none of this model's parameters"),
     "a replaced head": (
         of_a_head_that_was_replaced,
-        r"not in the model \(one of.*and not layers\.4\.weight, lay",
+        r"not in the model \(one of.*lacks layers\.4\.weight, lay",
     ),
-    "a buffer that is a view": (with_a_view, "the buffer first is a view of the parameter layers.0.weight"),
+    "a buffer that is a view": (with_a_view, "buffer first is a view of parameter layers.0.weight"),
     "lr nan": (with_numbers(lr=float("nan")), "lr of the optimizer's parameter group 0 is nan"),
     "lr string": (with_numbers(lr="x"), "lr of the optimizer's parameter group 0 is 'x'"),
     "decay inf": (with_numbers(weight_decay=float("inf")), "weight_decay of the optimizer's .* is inf"),
-    "no optimizer comes": (with_(optimizer=lambda params: None), "must return one, not NoneType"),
+    "no optimizer comes": (with_(optimizer=lambda params: None), "must return an optimizer, not NoneType"),
     "model_parameters": (with_(model_parameters=5), "model_parameters must be parameters, .* not 5"),
     "training_data": (with_(training_data=5), "training_data must be a dataset, not int"),
     "schedule of another optimizer": (a_schedule_of_another, r"drives another optimizer \(SGD\)"),
     "nothing to train": (nothing_to_train, "there is nothing to train: no parameter requires gradients"),
-    "wrapped": (
-        sharded_by_another,
-        "1 is wrapped in FullyShardedDataParallel.*pass the module that is inside",
-    ),
+    "wrapped": (sharded_by_another, "1 is wrapped in FullyShardedDataParallel"),
     "lazy": (lambda: {"model": nn.LazyLinear(3), "config": config(1)}, "weight has no shape yet"),
-    "a class for a model": (with_(model=Net), "needs a model, an nn.Module, and got type"),
+    "a class for a model": (with_(model=Net), "model must be an nn.Module, not type"),
     "a string for an optimizer": (with_(optimizer="Adam"), "optimizer must be .* not str 'Adam'"),
     "a schedule's name": (with_(lr_scheduler="WarmupLR"), "lr_scheduler must be .* not str 'WarmupLR'"),
     "wrap": (with_(wrap="layers"), "wrap must be a function .* not str 'layers'"),
@@ -105,8 +102,8 @@ MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "ranks for a group": (with_(process_group=[0, 1]), "process_group must be a ProcessGroup, not list"),
     "mesh": (with_(mesh=(2, 2)), "mesh must be a DeviceMesh, not tuple"),
     "topology": (with_(topology={"data": 2}), "topology must be a Topology, not dict"),
-    "mpu": (with_(mpu=3), r"mpu must have get_data_parallel_group\(\), and int has not"),
-    "two of them": (with_(mpu=3, mesh=4), "mesh and mpu say the same thing twice"),
+    "mpu": (with_(mpu=3), r"mpu must be .*get_data_parallel_group\(\), not int"),
+    "two of them": (with_(mpu=3, mesh=4), "mesh and mpu exclude each other"),
     "a number for a config": (with_(config=3), "config"),
 }
 
@@ -152,7 +149,7 @@ def test_clipping_that_nobody_has_asked_for_is_told_once(
     keys: dict[str, Any], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     zero_full.initialize(model=Net(), optimizer=torch.optim.SGD, config=keys)
-    told = "gradients are clipped to a norm of 1.0, as by DeepSpeed since 0.19.3"
+    told = "gradients are clipped to a norm of 1.0"
     assert caplog.text.count(told) == times
 
 

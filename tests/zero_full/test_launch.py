@@ -26,7 +26,7 @@ from zero_full.comm import devices
 from zero_full.errors import LaunchError, SharedDeviceError
 from zero_full.start import launch
 from zero_full.start import startup_checks as ranks
-from zero_full.start.launch import LAUNCHER, OTHERS, find_place, init_distributed
+from zero_full.start.launch import FOREIGN_LAUNCHERS, VARIABLES, init_distributed, read_launcher
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 OMPI = {
@@ -39,7 +39,7 @@ BATCH = {"SLURM_NTASKS": "16", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}  # the 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*TORCHRUN, *(name for other in OTHERS for name in other.sizes)]:
+    for name in [*TORCHRUN, *(name for other in FOREIGN_LAUNCHERS for name in other.sizes)]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -63,7 +63,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
     ids=str,
 )
 def test_one_process_is_alone(environment: dict[str, str]) -> None:
-    assert find_place(environment) is None
+    assert read_launcher(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -81,45 +81,45 @@ def test_one_process_is_alone(environment: dict[str, str]) -> None:
 )
 def test_a_rank_knows_its_place(environment: dict[str, str], place: Any) -> None:
     rank, world_size, variables = place
-    found = find_place(environment)
+    found = read_launcher(environment)
     assert found is not None and found[:2] == (rank, world_size)
-    assert set(LAUNCHER) <= found.variables.keys() and variables.items() <= found.variables.items()
+    assert set(VARIABLES) <= found.variables.keys() and variables.items() <= found.variables.items()
 
 
-HALF = "so every process would train alone: start with torchrun, or unset"
-ELSE = "and torch does not read its variables, so each would train alone: start torchrun, once a host, or"
+HALF = "not set: {}. So every process would train alone. Start with torchrun, or unset"
+FOREIGN = "but torch does not read its variables, so every process would train alone. Start torchrun"
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0"}, f"RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not, {HALF} RANK to"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, f"SIZE are set but MASTER_ADDR, MASTER_PORT are not, {HALF}"),
-        (without(TORCHRUN, "RANK"), f"WORLD_SIZE and LOCAL_RANK are set but RANK is not, {HALF} WORLD"),
-        (without(TORCHRUN, "WORLD_SIZE"), "RANK and LOCAL_RANK are set but WORLD_SIZE is not"),
-        (without(TORCHRUN, "MASTER_PORT"), "are set but MASTER_PORT is not"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set but RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
-        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2: start with torchrun, or"),
+        ({"RANK": "0"}, f"set: RANK; {HALF.format('WORLD_SIZE, MASTER_ADDR, MASTER_PORT')} RANK to"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "set: RANK, WORLD_SIZE; not set: MASTER_ADDR, MASTER_PORT."),
+        (without(TORCHRUN, "RANK"), f"set: WORLD_SIZE, LOCAL_RANK; {HALF.format('RANK')} WORLD_SIZE, LOCAL_"),
+        (without(TORCHRUN, "WORLD_SIZE"), "set: RANK, LOCAL_RANK; not set: WORLD_SIZE."),
+        (without(TORCHRUN, "MASTER_PORT"), "; not set: MASTER_PORT."),
+        ({"LOCAL_RANK": "0"}, "set: LOCAL_RANK; not set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "RANK=1 is not a rank of WORLD_SIZE=two"),
-        (SRUN, f"SLURM_STEP_NUM_TASKS=2: srun has started 2 processes, {ELSE}"),
+        (SRUN, f"SLURM_STEP_NUM_TASKS=2: srun has started 2 processes, {FOREIGN}"),
         (SRUN, "unset SLURM_STEP_NUM_TASKS and SLURM_NTASKS"),
         (SRUN, "'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID MAST"),
         (without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_NTASKS=2: srun has started 2 processes"),
-        (OMPI, "has started 4 processes on several hosts, and MASTER_ADDR is not set: add"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, f"Open MPI's mpirun has started 4 processes, {ELSE}"),
-        ({"PMI_SIZE": "2"}, f"PMI_SIZE=2: MPICH's or Intel's mpirun has started 2 processes, {ELSE}"),
-        ({"MV2_COMM_WORLD_SIZE": "3"}, f"MVAPICH's mpirun has started 3 processes, {ELSE}"),
+        (OMPI, "has started 4 processes on several hosts, and MASTER_ADDR is not set. Add"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, f"Open MPI's mpirun has started 4 processes, {FOREIGN}"),
+        ({"PMI_SIZE": "2"}, f"PMI_SIZE=2: MPICH's or Intel's mpirun has started 2 processes, {FOREIGN}"),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, f"MVAPICH's mpirun has started 3 processes, {FOREIGN}"),
     ],
 )  # fmt: skip
 def test_who_would_train_alone_hears_what_to_write(environment: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        find_place(environment)
+        read_launcher(environment)
     assert words in str(caught.value)
 
 
 def test_open_mpi_is_not_asked_against_the_users_will() -> None:
     with pytest.raises(LaunchError, match="torch does not read its variables"):
-        find_place({**OMPI, "MASTER_ADDR": "b"}, discover=False)
+        read_launcher({**OMPI, "MASTER_ADDR": "b"}, discover=False)
 
 
 # Devices -----------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
     }[case]
     local_rank = {"LOCAL_RANK": str(2 * comm.rank if case == "one card, more ranks" else comm.rank)}
     dist.destroy_process_group()
-    environment = dict.fromkeys(LAUNCHER, "") | (local_rank if local else {"LOCAL_RANK": ""})
+    environment = dict.fromkeys(VARIABLES, "") | (local_rank if local else {"LOCAL_RANK": ""})
     asked: list[Any] = []
     real = dist.init_process_group
 
@@ -219,7 +219,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
 
 
 GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 have one device (GPU-0)"
-HOST = f"{SHARED}: slices go through the host's memory (gloo), because NCCL wants a device for each rank"
+HOST = f"{SHARED}, but NCCL needs one for each rank: shards are staged in host memory (gloo)"
 
 
 @pytest.mark.parametrize(
@@ -235,16 +235,16 @@ HOST = f"{SHARED}: slices go through the host's memory (gloo), because NCCL want
         (
             "nobody has chosen",
             [
-                f"{SHARED} of 2 that they see, because nothing tells them apart: set LOCAL_RANK to each "
-                "process's number on its host, or call torch.accelerator.set_device_index before"
+                f"{SHARED}, though 2 are visible, because LOCAL_RANK is not set. Set it to each process's "
+                "rank on its host, or call torch.accelerator.set_device_index first"
             ]
             * 2,
         ),
         (
             "one card and NCCL",
             [
-                f"{SHARED}, and nccl wants one for each: leave dist_backend out, and their slices go through "
-                "the host's memory; or start no more processes on a host than it has devices"
+                f"{SHARED}, but nccl needs one for each rank. Omit dist_backend, which stages shards in host "
+                "memory, or start no more processes on a host than it has devices"
             ]
             * 2,
         ),
@@ -289,9 +289,9 @@ def started_by_the_user(comm: Any, identities: list[str]) -> list[str]:
             mock.patch.object(devices, "identity_of", lambda device: identities[comm.rank]),
             mock.patch.object(ranks.dist, "all_gather_object", wraps=dist.all_gather_object) as by_nccl,
         ):
-            refuse = partial(ranks.refuse_shared_devices, Topology(), torch.device("cuda", 0))
+            check = partial(ranks.check_shared_devices, Topology(), torch.device("cuda", 0))
             try:
-                ranks.attempt(refuse, Topology())
+                ranks.attempt(check, Topology())
             except SharedDeviceError as error:
                 heard.append(str(error))
             assert bool(by_nccl.called) == (not heard)
@@ -304,7 +304,7 @@ def test_a_world_of_nccls_with_two_ranks_on_a_device_is_refused_before_nccl_is_u
         assert len(heard) == 2
         for text in heard:
             assert text.startswith(
-                "ranks 0, 2 have one device (a), and nccl wants one for each. Either call zero_"
+                "ranks 0, 2 have one device (a), but nccl needs one for each rank. Call zero_full.init"
             )
 
 
@@ -318,8 +318,8 @@ def test_a_device_is_known_by_its_drivers_identity_or_by_its_host_and_number() -
 
 
 def test_only_a_local_rank_that_is_no_number_is_a_problem() -> None:
-    assert launch.device_problem(None) is None and launch.device_problem("7") is None
-    assert "LOCAL_RANK=x is not a number" in str(launch.device_problem("x"))
+    assert launch.local_rank_problem(None) is None and launch.local_rank_problem("7") is None
+    assert "LOCAL_RANK=x is not a number" in str(launch.local_rank_problem("x"))
 
 
 # Joining -----------------------------------------------------------------------------------------
@@ -330,15 +330,13 @@ def test_its_arguments_are_deepspeeds_in_its_order() -> None:
         *("dist_backend", "auto_mpi_discovery", "distributed_port", "verbose", "timeout", "init_method"),
         *("dist_init_required", "config", "rank", "world_size"),
     ]
-    with pytest.raises(
-        TypeError, match=r"auto_mpi_discovery, the second argument, .*give timeout .* by name"
-    ):
+    with pytest.raises(TypeError, match=r"auto_mpi_discovery, the second argument, .*timeout .* by name"):
         init_distributed("gloo", timedelta(minutes=1))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="not initialized, and dist_init_required is False"):
         init_distributed(dist_init_required=False)
-    with pytest.raises(LaunchError, match="rank=1 is not a rank of world_size=-1: give both"):
+    with pytest.raises(LaunchError, match="rank=1 is not a rank of world_size=-1"):
         init_distributed(rank=1)
-    with pytest.raises(LaunchError, match=r"rank=0 does not say where .* or set MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(LaunchError, match=r"rank=0 .* or set MASTER_ADDR and MASTER_PORT"):
         init_distributed(rank=0, world_size=2)
     init_distributed()
     assert not dist.is_initialized()
@@ -378,7 +376,7 @@ import torch.distributed as dist, zero_full
 
 zero_full.init_distributed("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 dist.destroy_process_group = lambda: time.sleep(1000)  # as NCCL's may, while a collective waits for others
-zero_full.start.launch.PATIENCE_S = 0.1
+zero_full.start.launch.TEARDOWN_S = 0.1
 raise RuntimeError("the reason")
 """
 

@@ -167,9 +167,9 @@ def test_parameters_elsewhere_change_no_bit(
 @pytest.mark.parametrize(
     ("stage", "section", "message"),
     [
-        (3, {"device": "nvme"}, "offload_param.nvme_path: give the directory of a fast disk"),
-        (2, {"device": "cpu"}, "offload_param.device: stage 2 keeps whole parameters on the device"),
-        (0, {"device": "nvme", "nvme_path": "/x"}, "stage 0 keeps whole parameters"),
+        (3, {"device": "nvme"}, "offload_param.nvme_path: required"),
+        (2, {"device": "cpu"}, "offload_param.device: stage 2 keeps"),
+        (0, {"device": "nvme", "nvme_path": "/x"}, "stage 0 keeps"),
     ],
     ids=str,
 )
@@ -198,9 +198,9 @@ def test_what_only_a_file_needs_is_idle_elsewhere() -> None:
 
 
 def test_whole_parameters_have_no_tier() -> None:
-    with pytest.raises(ValueError, match="param_tier needs stage 3"):
+    with pytest.raises(ValueError, match="param_tier: stage"):
         Settings(stage=2, param_tier=HostTier())
-    with pytest.raises(TypeError, match="param_tier must be one such as"):
+    with pytest.raises(TypeError, match="param_tier must be a tier"):
         Settings(stage=3, param_tier="cpu")  # type: ignore[arg-type]
 
 

@@ -135,7 +135,7 @@ def start_with_other_operators(comm: Any, differ: bool) -> list[str]:
 def test_ranks_with_other_operators_are_a_warning_on_the_first_rank() -> None:
     told, *others = POOL.run(start_with_other_operators, 3, True)
     warning = (
-        "the ranks do not have the same operators:\n"
+        "the ranks have different operators:\n"
         "  on cpu: compiled on ranks 0, 2; torch's own (no C++ compiler) on rank 1"
     )
     assert told == [warning, warning]  # of `initialize` and of `shard`

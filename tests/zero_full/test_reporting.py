@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import config
-from zero_full.engine.reporting import Pace, most_memory
+from zero_full.engine.reporting import Throughput, peak_memory
 from zero_full.formatting import duration, three_digits
 
 BATCH, LENGTH, WORDS = 5, 7, 11
@@ -231,7 +231,7 @@ def test_a_schedule_that_nobody_moves_is_told_once(
         (engine.step if by == "engine" else engine.optimizer.step)()
         if by == "loop":
             engine.lr_scheduler.step()
-    told = [line for line in caplog.messages if "stands still" in line]
+    told = [line for line in caplog.messages if "does not advance" in line]
     assert len(told) == (by == "nobody") and all(f"({name})" in line for line in told)
     engine.destroy()
 
@@ -297,7 +297,7 @@ def logged(comm: Any) -> tuple[list[str], float]:
     try:
         engine = engine_of(steps_per_print=2)
         if engine.reporting is not None:  # on the first rank
-            engine.reporting.pace.clock = iter(range(2)).__next__  # a second from one look to the next
+            engine.reporting.throughput.clock = iter(range(2)).__next__  # a second from one look to the next
         losses = train(engine, 2)
         engine.destroy()
     finally:
@@ -315,15 +315,15 @@ def test_the_first_rank_tells_of_all() -> None:
 
 def test_time_counts_from_the_end_of_the_first_step() -> None:
     ticks = iter([100.0, 104.0, 110.0])
-    pace = Pace(lambda: next(ticks))
-    pace.tokens = 1000
-    pace.count(8)
+    throughput = Throughput(lambda: next(ticks))
+    throughput.tokens = 1000
+    throughput.count(8)
     for _ in range(2):
-        pace.tokens += 500
-        pace.count(8)
-    assert [*pace.lap()] == ["2.00 s", "4.00 samples/s", "250 tokens/s"]
-    pace.count(0)
-    assert [*pace.lap()] == ["6.00 s"]
+        throughput.tokens += 500
+        throughput.count(8)
+    assert [*throughput.lap()] == ["2.00 s", "4.00 samples/s", "250 tokens/s"]
+    throughput.count(0)
+    assert [*throughput.lap()] == ["6.00 s"]
 
 
 def test_digits() -> None:
@@ -339,7 +339,7 @@ def test_digits() -> None:
 
 
 def test_memory_is_this_processes() -> None:
-    before = most_memory(torch.device("cpu"))
+    before = peak_memory(torch.device("cpu"))
     block = torch.ones(40_000_000 // 4)
-    after = most_memory(torch.device("cpu"))
+    after = peak_memory(torch.device("cpu"))
     assert before is not None and after is not None and before <= after and after > block.nbytes

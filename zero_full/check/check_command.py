@@ -8,8 +8,8 @@ from operator import eq
 from pathlib import Path
 
 from zero_full.config import Checked, Config, Verdict, check
-from zero_full.config.read import Route, text_of
-from zero_full.config.report import dotted
+from zero_full.config.json_parser import Route, text_of
+from zero_full.config.messages import dotted
 from zero_full.config.verdicts import VerdictKind
 from zero_full.formatting import counted, printable
 

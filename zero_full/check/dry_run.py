@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zero_full.config import Config
-from zero_full.config.read import Route
-from zero_full.config.together import TRAIN
+from zero_full.config.json_parser import Route
+from zero_full.config.rules import TRAIN
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.plan import plan
 

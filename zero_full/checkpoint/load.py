@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt
@@ -154,8 +154,8 @@ class CheckpointLoad:
         if self.with_state:
             self._check_state()
         self.values.check(self._chunks())
-        trained = {plain(member.name) for _, member in self.optimizer.parts.places.values()}
-        keys = {name: key for name, key in self.keys.items() if plain(name) not in trained}
+        trained = {clean_name(member.name) for _, member in self.optimizer.parts.places.values()}
+        keys = {name: key for name, key in self.keys.items() if clean_name(name) not in trained}
         place = {name: self.values.place[key] for name, key in keys.items() if key in self.values.place}
         self.saved = made_in(self.source, self.made, place)
         self.takers = self._takers()
@@ -164,11 +164,11 @@ class CheckpointLoad:
         """Match every tensor of the module with one of the source."""
         contents, excluded = self.optimizer.contents, set(self.source.shared.get("excluded", ()))
         names: dict[Tensor, list[str]] = {
-            param: [plain(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
+            param: [clean_name(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
         }
         for name, value in self.named.items():
             if isinstance(value, Tensor):
-                names.setdefault(value, []).append(plain(name))
+                names.setdefault(value, []).append(clean_name(name))
         keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
         self.keys = {name: keys[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         missing, wrong, used = list[str](), list[str](), set[str]()
@@ -185,7 +185,7 @@ class CheckpointLoad:
         unexpected = [key.partition("/")[2] for key in surplus]
         if self.source.savers:  # other formats do not separate extra state from tensors
             told = self.source.shared["others"].keys()
-            made = {plain(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
+            made = {clean_name(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
             missing, unexpected = [*missing, *(made - told)], [*unexpected, *(told - made)]
         self._judge(wrong, sorted(missing), sorted(unexpected))
 

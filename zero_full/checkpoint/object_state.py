@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.checkpoint.json_values import fingerprint
 from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source
@@ -162,8 +162,8 @@ def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -
                 for start, stop in source.parts(place[name], 0, stored.numel):
                     source.verify(place[name], start, stop)
                 found[name] = source.read_across(place[name], 0, stored.numel).view(stored.shape)
-        elif plain(name) in others:
-            found[name] = others[plain(name)]
+        elif clean_name(name) in others:
+            found[name] = others[clean_name(name)]
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.checkpoint import disk, randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt
@@ -154,7 +154,7 @@ def about_of(
     module: nn.Module, optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the checkpoint's summary for people, with a hash that identifies the model."""
-    shapes = sorted((plain(name), tuple(p.shape)) for name, p in module.named_parameters())
+    shapes = sorted((clean_name(name), tuple(p.shape)) for name, p in module.named_parameters())
     dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.parts.flats})
     return {
         "world_size": ranks,
@@ -171,7 +171,8 @@ def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
     """Return the parameter names of each parameter group of the optimizer."""
     places = optimizer.parts.places
     return [
-        [plain(places[p][1].name) for p in group["params"] if p in places] for group in optimizer.param_groups
+        [clean_name(places[p][1].name) for p in group["params"] if p in places]
+        for group in optimizer.param_groups
     ]
 
 
@@ -211,7 +212,7 @@ class Taken:
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, exclude_frozen: bool) -> None:
         self.optimizer = optimizer
         self.named = names_and_values(module)
-        self.frozen = [plain(n) for n, p in module.named_parameters() if not p.requires_grad]
+        self.frozen = [clean_name(n) for n, p in module.named_parameters() if not p.requires_grad]
         self.excluded = self.frozen if exclude_frozen else []
         first: dict[Tensor, str] = {}
         for param, (_, member) in optimizer.parts.places.items():
@@ -260,7 +261,7 @@ class Taken:
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved data other than tensors that are equal on all ranks."""
-        others = {plain(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
+        others = {clean_name(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         scheduler = extras.lr_scheduler
         return {
@@ -272,6 +273,8 @@ class Taken:
             "client_state": dict(client_state),
             "frozen": self.frozen,
             "excluded": self.excluded,
-            "aliases": {plain(name): plain(first) for name, first in names.items() if name != first},
+            "aliases": {
+                clean_name(name): clean_name(first) for name, first in names.items() if name != first
+            },
             "others": others,
         }

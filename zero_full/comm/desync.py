@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
 
-from zero_full._compat import default_store, keys_under
+from zero_full._compat import default_store, prefix_store
 from zero_full.errors import DesyncError
 
 KEEP = 2  # calls that stay in the store: another rank may still be reading the previous one
@@ -25,10 +25,10 @@ class CallCheck:
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self.ranks, self.rank, self.patience_s = list(ranks), rank, timeout_s
         name = "zero_full/calls/" + "-".join(map(str, ranks))
-        made = keys_under(name, default_store()).add(
+        made = prefix_store(name, default_store()).add(
             f"made/{rank}", 1
         )  # these ranks may have several communicators
-        self.store = keys_under(f"{name}/{made}", default_store())
+        self.store = prefix_store(f"{name}/{made}", default_store())
         self.number = 0
         self.calls: deque[str] = deque()  # the last ones, whose keys are still in the store
 

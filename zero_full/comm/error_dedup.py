@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zero_full._compat import default_store, is_own_excepthook, keys_under
+from zero_full._compat import default_store, is_own_excepthook, prefix_store
 from zero_full.comm.topology import this_rank
 from zero_full.formatting import printable
 
@@ -47,7 +47,7 @@ def told_once(error: Raised, ranks: Sequence[int]) -> Raised:
     if len(ranks) > 1 and (is_here or is_own_excepthook(sys.excepthook)):
         with suppress(Exception):  # without a store each rank prints its own
             place = f"zero_full/told/{'-'.join(map(str, ranks))}"
-            setattr(error, MARK, Shared(ranks, keys_under(place, default_store())))
+            setattr(error, MARK, Shared(ranks, prefix_store(place, default_store())))
             sys.excepthook = sys.excepthook if is_here else OneTells(sys.excepthook)
     return error
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from typing import Any
 
-from zero_full._compat import keys_under
+from zero_full._compat import prefix_store
 
 MEETING = "zero_full/start"
 LOOK_S = 0.01  # between looks for ranks that have not come yet
@@ -19,7 +19,7 @@ LOOK_S = 0.01  # between looks for ranks that have not come yet
 
 def fresh_part(store: Any, rank: int, ranks: int) -> Any:
     """Agree on an unused part of the store. Every rank must call this. See [Note: a used store]."""
-    meeting = keys_under(MEETING, store)
+    meeting = prefix_store(MEETING, store)
     if rank == 0:
         name = secrets.token_hex(8)
         _answer(meeting, name, ranks)
@@ -28,7 +28,7 @@ def fresh_part(store: Any, rank: int, ranks: int) -> Any:
         meeting.set(f"asks/{rank}", question)
         name = meeting.get(f"answer/{question}").decode()
         meeting.set(f"{name}/heard/{rank}", "")
-    return keys_under(name, meeting)
+    return prefix_store(name, meeting)
 
 
 def _answer(meeting: Any, name: str, ranks: int) -> None:

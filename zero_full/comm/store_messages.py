@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_full._compat import default_store, keys_under, timeout_of
+from zero_full._compat import default_store, prefix_store, timeout_of
 from zero_full.comm.communicator import Communicator
 from zero_full.errors import AbsentError
 
@@ -32,7 +32,7 @@ class Notes:
     def __init__(self, matter: str, ranks: Sequence[int], look: Callable[[], None]) -> None:
         """`look` is called repeatedly while this rank waits. An exception from it ends the wait."""
         self.ranks, self.look = list(ranks), look
-        self.store: Any = keys_under(f"zero_full/{matter}", self._store())
+        self.store: Any = prefix_store(f"zero_full/{matter}", self._store())
 
     def _store(self) -> Any:
         known: Any = dist  # torch's type stubs do not list HashStore

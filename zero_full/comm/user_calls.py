@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from zero_full._compat import keys_under
+from zero_full._compat import prefix_store
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.exit_reason import write_down
 from zero_full.comm.store_messages import Notes, patience_of
@@ -32,7 +32,7 @@ class UserCalls:
         self.group, self.communicators, self.number = group, communicators, 0
         self.rank = group.ranks[group.rank]
         matter = "user_calls/" + "-".join(map(str, group.ranks))
-        made = keys_under(f"zero_full/{matter}", group.store).add(f"made/{self.rank}", 1)
+        made = prefix_store(f"zero_full/{matter}", group.store).add(f"made/{self.rank}", 1)
         self.notes = Notes(f"{matter}/{made}", group.ranks, self._look)
         self.settle: Callable[[], object] = list
         self.began = self.stuck_since = 0.0

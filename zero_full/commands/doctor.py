@@ -18,9 +18,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 COMMAND = Command(
     "doctor",
-    "what is installed, what is used and what is wrong with it",
+    "report what is installed, what is used, and any problems",
     ("", "--measure", "--measure /local_nvme"),
     lambda options: doctor.main(options.measure),
     _add_arguments,
-    more="It looks, and starts nothing. The exit code is 1 if anything is wrong.",
+    more="It starts nothing. The exit code is 1 if there is a problem.",
 )

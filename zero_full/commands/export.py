@@ -10,25 +10,25 @@ from zero_full.formatting import parse_size
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Add the arguments that select a checkpoint."""
     parser.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
-    parser.add_argument("--tag", help="which of its checkpoints; without this, the latest")
+    parser.add_argument("--tag", help="tag of the checkpoint (default: the latest)")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument(
-        "out", metavar="OUT", help="a folder, for model.safetensors or several files and an index"
+        "out", metavar="OUT", help="output folder, for model.safetensors or several files and an index"
     )
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16", "fp16"],
-        help="of floating-point numbers; without this, fp32 from the masters, and float64 as it is",
+        help="of floating-point tensors (default: fp32 master weights, and float64 unchanged)",
     )
-    parser.add_argument("--exclude-frozen", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("--exclude-frozen", action="store_true", help="skip frozen parameters")
     parser.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="what does not fit into one file of this size becomes several (default: 5GB)",
+        help="split the weights into files of at most this size (default: 5GB)",
     )
 
 
@@ -44,10 +44,10 @@ def _run(options: Namespace) -> int:
 
 COMMAND = Command(
     "export",
-    "a checkpoint's weights as safetensors, for everybody",
+    "convert a checkpoint's weights to safetensors",
     ("checkpoints weights", "checkpoints weights --dtype bf16", "checkpoints weights --max-shard-size 2GB"),
     _run,
     _add_arguments,
-    more="Parameters and buffers are written in one process and without the model.\n"
+    more="One process writes parameters and buffers, without the model.\n"
     "Memory does not grow with the model.",
 )

@@ -8,8 +8,8 @@ from zero_full.commands.export import add_checkpoint
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--verify", action="store_true", help="read all data and compare checksums")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def _run(options: Namespace) -> int:
@@ -20,7 +20,7 @@ def _run(options: Namespace) -> int:
 
 COMMAND = Command(
     "inspect",
-    "what is in a checkpoint, and whether it is whole",
+    "describe a checkpoint, and verify it",
     ("checkpoints", "checkpoints --verify", "checkpoints --tag global_step100 --json"),
     _run,
     _add_arguments,

@@ -3,12 +3,14 @@
 from argparse import ArgumentParser, Namespace
 
 from zero_full.commands.command import Command
-from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments; makes the model"
+        "--model",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="function without arguments that returns the model",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the configuration, a JSON file")
     parser.add_argument("--world", required=True, type=int, metavar="N", help="data-parallel ranks")
@@ -17,37 +19,35 @@ def _add_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="SHAPE:TYPE",
-        help="the model's inputs for one micro-batch, as in 2x1024:int64, to predict activations",
+        help="the model's inputs of a micro-batch, such as 2x1024:int64, to predict activations",
     )
     parser.add_argument(
         "--expert-parallel",
         type=int,
         metavar="N",
-        help="neighbours that hold different experts, if there are any",
+        help="consecutive ranks that hold different experts, if any",
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where the run will be")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="device of the run (default: cuda)"
+    )
     parser.add_argument("--stages", action="store_true", help="compare all stages")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each stage")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each stage")
 
 
 def _run(options: Namespace) -> int:
     from zero_full import plan
-    from zero_full.errors import ConfigError, PlanError
 
-    try:
-        return plan.main(options)
-    except (ConfigError, PlanError) as error:
-        raise UsageError(str(error)) from None
+    return plan.main(options)
 
 
 COMMAND = Command(
     "plan",
-    "how many bytes a run will need on each rank",
+    "predict the memory of a run on each rank",
     (
         "--model my_models:gpt --config ds.json --world 8 \\\n      --batch 4x1024:int64",
         "--model my_models:gpt --config ds.json --world 64 \\\n      --stages",
     ),
     _run,
     _add_arguments,
-    more="The model is not allocated, and there need be no GPU.",
+    more="It does not allocate the model, and needs no GPU.",
 )

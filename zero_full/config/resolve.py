@@ -5,17 +5,27 @@ All mistakes are collected and reported in one error.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from zero_full.config import report
-from zero_full.config.read import Parsed, Position, Route, read, refuse_nests
-from zero_full.config.report import Notice, Origin
+from zero_full.config import messages
+from zero_full.config.json_parser import Parsed, Position, Route, check_nesting, read
+from zero_full.config.messages import Notice, Origin
+from zero_full.config.rules import (
+    MICRO,
+    STAGE,
+    STEPS,
+    TRAIN,
+    Rule,
+    assumed_defaults,
+    conflicts,
+    ineffective_keys,
+)
 from zero_full.config.schema import Config, ZeroConfig
-from zero_full.config.together import MICRO, STAGE, STEPS, TRAIN, Rule, assumed, clashes, idle_together
 from zero_full.errors import ConfigError
 
 BATCH = (TRAIN, MICRO, STEPS)
@@ -25,7 +35,6 @@ ZERO, OFFLOAD, OLD_OFFLOAD, OLD_PIN = (
     "cpu_offload",
     "cpu_offload_use_pin_memory",
 )
-ABSENT = object()  # marks a missing key, as null is a valid value
 
 
 @dataclass(frozen=True)
@@ -43,14 +52,13 @@ class Resolved:
 
     def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
         """Return the relevant values with their origins as text. `extra_rows` are (key, value, origin)."""
-        return report.table(self.config, self.origins, extra_rows)
+        return messages.table(self.config, self.origins, extra_rows)
 
 
 @dataclass(frozen=True)
 class Examined:
     """The user's configuration after its checks. In `config`, defaults replace invalid values."""
 
-    raw: Mapping[str, Any]  # the user's values, under canonical names
     config: Config
     spelled: Mapping[Route, Route]  # a key's canonical name -> the alias that the user wrote
     bad: frozenset[str]  # dotted keys with invalid values
@@ -58,7 +66,7 @@ class Examined:
 
 
 def _is_known(key: str, bad: Iterable[str]) -> bool:
-    """Return whether neither this key nor a section around it has an invalid value."""
+    """Return whether this key and the sections around it have valid values."""
     return not any(key == each or key.startswith(f"{each}.") for each in bad)
 
 
@@ -67,7 +75,7 @@ def known_rules(rules: Iterable[Rule], bad: Iterable[str]) -> Iterator[Rule]:
     return (rule for rule in rules if all(_is_known(key, bad) for key in (rule.key, *rule.read)))
 
 
-def _given(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
+def _as_mapping(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
     """Return the user's configuration as a mapping, its name for messages, and its parse if it is a file."""
     name, parsed = "the configuration", None
     if isinstance(config, Config):
@@ -78,18 +86,18 @@ def _given(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
         config = parsed.value
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f'{name} must be an object of keys and values such as {{"train_batch_size": 8}}, '
-            f"a path to a JSON file of one or a Config; got {report.shown(config)}"
+            f"{name} must be an object of keys and values, a path to a JSON file with one, or a Config; got "
+            f"{messages.shown(config)}"
         )
     return config, name, parsed
 
 
-def _copied(given: Mapping[Any, Any]) -> dict[Any, Any]:
+def _copy_of(given: Mapping[Any, Any]) -> dict[Any, Any]:
     """Copy the nested mappings, as they are edited later and belong to the user."""
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+    return {key: _copy_of(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
-def _renamed(raw: dict[str, Any]) -> tuple[dict[Route, Route], list[Notice]]:
+def _rename_aliases(raw: dict[str, Any]) -> tuple[dict[Route, Route], list[Notice]]:
     """Rename DeepSpeed's aliases to canonical keys, in place. Returns the renamings and the conflicts."""
     zero = raw.get(ZERO)
     moves: list[tuple[dict[str, Any], str, str, Route]] = [(raw, "bfloat16", "bf16", ())]
@@ -104,20 +112,20 @@ def _renamed(raw: dict[str, Any]) -> tuple[dict[Route, Route], list[Notice]]:
             continue
         value = level.pop(old)
         if new in level:
-            why = f"the same key as {report.dotted((*above, new))}, and both are given"
-            notices.append(Notice((*above, old), "refused", why, "keep one"))
+            why = f"an alias of {messages.dotted((*above, new))}, which is set as well"
+            notices.append(Notice((*above, old), "refused", why, "remove one of them"))
             continue
         level[new] = value
         spelled |= {(*above, new): (*above, old)}
     if isinstance(zero, dict) and isinstance(asked := zero.get(OLD_OFFLOAD), int) and asked == 1:
-        notices += _offload_as_it_was(zero, spelled)
+        notices += _convert_cpu_offload(zero, spelled)
     return spelled, notices
 
 
-def _offload_as_it_was(zero: dict[str, Any], spelled: dict[Route, Route]) -> list[Notice]:
-    """Convert a true cpu_offload to the section that replaces it, in place."""
+def _convert_cpu_offload(zero: dict[str, Any], spelled: dict[Route, Route]) -> list[Notice]:
+    """Replace a true cpu_offload by an offload_optimizer section, in place."""
     if zero.get(OFFLOAD) is not None:
-        why = f"deprecated, and {OFFLOAD} is given as well"
+        why = f"deprecated, and {OFFLOAD} is set as well"
         return [Notice((ZERO, OLD_OFFLOAD), "refused", why, "remove it")]
     del zero[OLD_OFFLOAD]
     zero[OFFLOAD] = {"device": "cpu"}
@@ -128,7 +136,7 @@ def _offload_as_it_was(zero: dict[str, Any], spelled: dict[Route, Route]) -> lis
     return []
 
 
-def _as_given(raw: Mapping[str, Any], fault: ErrorDetails) -> ErrorDetails:
+def _with_original_value(raw: Mapping[str, Any], fault: ErrorDetails) -> ErrorDetails:
     """Return the fault with the original value in place of the converted one (in lower case, for example)."""
     value: Any = raw
     try:
@@ -139,7 +147,7 @@ def _as_given(raw: Mapping[str, Any], fault: ErrorDetails) -> ErrorDetails:
     return {**fault, "input": value}
 
 
-def _without(raw: dict[Any, Any], fault: ErrorDetails) -> None:
+def _remove_invalid(raw: dict[Any, Any], fault: ErrorDetails) -> None:
     """Remove an invalid value, or the section of a missing one, so that the rest can be checked."""
     path = fault["loc"][:-1] if fault["type"] == "missing" else fault["loc"]
     level = raw
@@ -151,7 +159,7 @@ def _without(raw: dict[Any, Any], fault: ErrorDetails) -> None:
     level.pop(path[-1], None)
 
 
-def _validated(
+def _validate(
     raw: dict[str, Any], spelled: Mapping[Route, Route]
 ) -> tuple[Config, list[Notice], frozenset[str]]:
     """Return the configuration without invalid values, the notices about these, and their keys."""
@@ -162,15 +170,15 @@ def _validated(
             config = Config.model_validate(raw)
             break
         except ValidationError as error:
-            faults = faults or [_as_given(raw, fault) for fault in error.errors()]
+            faults = faults or [_with_original_value(raw, fault) for fault in error.errors()]
             for fault in error.errors():
-                _without(raw, fault)
-    bad = frozenset(report.dotted(fault["loc"]) for fault in faults)
-    return config, [report.explain(fault, spelled) for fault in faults], bad
+                _remove_invalid(raw, fault)
+    bad = frozenset(messages.dotted(fault["loc"]) for fault in faults)
+    return config, [messages.explain(fault, spelled) for fault in faults], bad
 
 
-def _solved(config: Config, world_size: int) -> dict[str, int]:
-    """Compute the three batch sizes from one or two of them, after `batch_clashes` has found no errors."""
+def _batch_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """Compute the three batch sizes from one or two of them, after `batch_conflicts` has found no errors."""
     train, micro, steps = (getattr(config, name) for name in BATCH)
     if train and micro:
         steps = steps or train // (micro * world_size)
@@ -185,61 +193,54 @@ def _solved(config: Config, world_size: int) -> dict[str, int]:
 
 def _switches(config: Config) -> Iterator[Notice]:
     """Yield a notice for each switch of a section with a value of the wrong type."""
-    for entry in report.entries(config):
+    for entry in messages.entries(config):
         for route, value in entry.remark.switched(entry.value) if entry.remark else ():
             if not isinstance(value, int):
                 kind = "a whole number" if entry.remark and entry.remark.when else "true or false"
                 path = (*entry.key.split("."), *route)
-                yield Notice(path, "refused", f"got {report.shown(value)}, expected {kind}")
+                yield Notice(path, "refused", f"got {messages.shown(value)}, expected {kind}")
 
 
 def _remarks(config: Config, spelled: Mapping[Route, Route], bad: frozenset[str]) -> Iterator[Notice]:
-    """Yield a notice for each value to which a remark of the schema applies."""
+    """Yield a notice for each value that causes a remark of the schema."""
     stage = config.zero_optimization.stage
-    for entry in report.entries(config):
+    for entry in messages.entries(config):
         remark = entry.remark
         if remark is None:
             continue
         if remark.below_stage < 99 and (stage >= remark.below_stage or not _is_known(STAGE, bad)):
             continue
-        path = report.as_written(tuple(entry.key.split(".")), spelled)
-        kind: report.Kind = "refused" if remark.refuses else "no effect"
+        path = messages.as_written(tuple(entry.key.split(".")), spelled)
+        kind: messages.Kind = "refused" if remark.refuses else "no effect"
         for route, value in remark.asking(entry.value, entry.default):
-            yield Notice((*path, *route), kind, remark.text, remark.remedy, report.shown(value))
+            yield Notice((*path, *route), kind, remark.text, remark.remedy, messages.shown(value))
 
 
-def _together(
+def _violations(
     config: Config, rules: Iterable[Rule], spelled: Mapping[Route, Route], bad: frozenset[str]
 ) -> Iterator[Notice]:
     """Yield a notice for each rule between several keys, if all of their values are valid."""
-    entries = {entry.key: entry for entry in report.entries(config)}
+    entries = {entry.key: entry for entry in messages.entries(config)}
     for rule in known_rules(rules, bad):
-        path = report.as_written(tuple(rule.key.split(".")), spelled)
+        path = messages.as_written(tuple(rule.key.split(".")), spelled)
         if rule.remedy:
             yield Notice(path, "refused", rule.why, rule.remedy)
         elif entries[rule.key].value != entries[rule.key].default:
-            yield Notice(path, "no effect", rule.why, value=report.shown(entries[rule.key].value))
+            yield Notice(path, "no effect", rule.why, value=messages.shown(entries[rule.key].value))
 
 
-def _assumptions(config: Config, raw: Mapping[str, Any], bad: frozenset[str]) -> Iterator[Notice]:
-    for rule in known_rules(assumed(config), bad):
-        if _value_at(raw, rule.key) is ABSENT:
+def _assumptions(config: Config, bad: frozenset[str]) -> Iterator[Notice]:
+    is_set = {entry.key: entry.is_set for entry in messages.entries(config)}
+    for rule in known_rules(assumed_defaults(config), bad):
+        if not is_set[rule.key]:
             yield Notice(tuple(rule.key.split(".")), "assumed", rule.why, rule.remedy)
-
-
-def _value_at(raw: Mapping[str, Any], key: str) -> Any:
-    """Return the user's value of a dotted key, or ABSENT."""
-    level: Any = raw
-    for name in key.split("."):
-        level = level.get(name, ABSENT) if isinstance(level, Mapping) else ABSENT
-    return level
 
 
 def _unfilled_arguments(config: Config) -> Iterator[Notice]:
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
-            if report.is_auto(value):
-                yield report.unfilled((section, "params", name), "a number")
+            if messages.is_auto(value):
+                yield messages.unfilled((section, "params", name), "a number")
 
 
 def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]:
@@ -252,10 +253,10 @@ def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]
     return config.model_copy(update={**batch, "zero_optimization": zero}), derived
 
 
-def _origins(config: Config, raw: Mapping[str, Any], derived: set[str]) -> dict[str, Origin]:
+def _origins(config: Config, derived: set[str]) -> dict[str, Origin]:
     origins: dict[str, Origin] = {}
-    for entry in report.entries(config):
-        chosen: Origin = "default" if _value_at(raw, entry.key) is ABSENT else "user"
+    for entry in messages.entries(config):
+        chosen: Origin = "user" if entry.is_set else "default"
         origins[entry.key] = "derived" if entry.key in derived else chosen
         if isinstance(entry.value, dict):
             origins.update({f"{entry.key}.{name}": chosen for name in entry.value})
@@ -264,31 +265,31 @@ def _origins(config: Config, raw: Mapping[str, Any], derived: set[str]) -> dict[
 
 def examine(given: Mapping[str, Any], world_size: int) -> Examined:
     """Check the user's configuration and collect all notices, errors first."""
-    raw = _copied(given)
+    raw = _copy_of(given)
     for key in BATCH:
         if raw.get(key, 0) is None:  # launchers write null for a missing batch size
             del raw[key]
-    spelled, clashing = _renamed(raw)
-    config, faults, bad = _validated(raw, spelled)
+    spelled, clashing = _rename_aliases(raw)
+    config, faults, bad = _validate(raw, spelled)
     notices = [
         *clashing,
         *faults,
         *_switches(config),
         *_remarks(config, spelled, bad),
-        *_together(config, clashes(config, world_size), spelled, bad),
+        *_violations(config, conflicts(config, world_size), spelled, bad),
         *_unfilled_arguments(config),
-        *_together(config, idle_together(config), spelled, bad),
-        *_assumptions(config, raw, bad),
+        *_violations(config, ineffective_keys(config), spelled, bad),
+        *_assumptions(config, bad),
     ]
     notices.sort(key=lambda notice: notice.kind != "refused")
-    return Examined(raw, config, spelled, bad, tuple(notices))
+    return Examined(config, spelled, bad, tuple(notices))
 
 
-def refuse_no_world(world_size: object) -> None:
+def check_world_size(world_size: object) -> None:
     """Raise ConfigError if this is no valid number of ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(
-            f"world_size: got {report.shown(world_size)}, expected a whole number of at least 1"
+            f"world_size: got {messages.shown(world_size)}, expected a whole number of at least 1"
         )
 
 
@@ -297,9 +298,9 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
 
     Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all mistakes.
     """
-    refuse_no_world(world_size)
-    given, name, parsed = _given(config)
-    refuse_nests(given)
+    check_world_size(world_size)
+    given, name, parsed = _as_mapping(config)
+    check_nesting(given)
     examined = examine(given, world_size)
     if parsed is None:
         mistakes = [each.line for each in examined.notices if each.kind == "refused"]
@@ -308,17 +309,17 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
-    filled, derived = _filled(examined.config, _solved(examined.config, world_size))
+    filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size))
     warnings, assumptions = (
         tuple(each.line for each in examined.notices if each.kind == kind)
         for kind in ("no effect", "assumed")
     )
-    return Resolved(filled, _origins(filled, examined.raw, derived), warnings, assumptions)
+    return Resolved(filled, _origins(filled, derived), warnings, assumptions)
 
 
 def in_file(parsed: Parsed, examined: Examined) -> list[tuple[Position, Notice]]:
     """Return all notices about a file with their positions, in the order of the file."""
-    twice = "written twice in one object"
-    said = [(place, Notice(path, "refused", twice, "keep one")) for path, place in parsed.repeated]
-    said += [(parsed.place_of(notice.path), notice) for notice in examined.notices]
-    return sorted(said, key=lambda each: each[0])
+    duplicate = partial(Notice, kind="refused", why="duplicate key", remedy="remove one of them")
+    placed = [(place, duplicate(path)) for path, place in parsed.repeated]
+    placed += [(parsed.position_of(notice.path), notice) for notice in examined.notices]
+    return sorted(placed, key=lambda each: each[0])

@@ -18,7 +18,7 @@ from zero_full.config.values import (
     Divisor,
     Dtype,
     Flag,
-    Given,
+    Object,
     Scale,
     ScalePower,
     Seconds,
@@ -27,29 +27,29 @@ from zero_full.config.values import (
     Size,
     SmallestScale,
     capital,
+    infinity_is_none,
     lower,
     names_or_auto,
-    never_is_none,
     whole_number,
 )
 
-STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
+STAGE3 = Remark("only stage 3 uses it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
-ONLY_CPU_OFFLOAD = idle('deprecated, and without "cpu_offload": true nothing reads it; see offload_optimizer')
+ONLY_CPU_OFFLOAD = idle('deprecated, and not read without "cpu_offload": true; see offload_optimizer')
 ZENFLOW = missing(
     "most of its updates use gradients of earlier steps",
     'remove it: offload_optimizer with device "cpu" steps every element by the gradient of its own step',
 )
 ONE_NUMBER = idle(
-    "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "
-    "over its ranks, which `python -m zero_full doctor` shows"
+    "a process has one thread count, which is not only for steps: set OMP_NUM_THREADS to the host's cores "
+    "divided by its ranks, which `python -m zero_full doctor` shows"
 )
 OLD_OFFLOAD_PARAM = missing("deprecated", 'write "offload_param": {"device": "cpu"}', when=is_on)
-BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
-OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
+BLOCKS = idle("each thread transfers one block at a time: see intra_op_parallelism and block_size")
+OVERLAPPED = idle("reads, steps and writes always overlap, with two parts of the state in memory")
 TP_SIZES = ("autotp_size", "tp_size", "tp.tp_size")
-AUTO_TP = missing("tensor parallelism has not landed", "use 1", *TP_SIZES, when=more_than_one)
-NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
+AUTO_TP = missing("automatic tensor parallelism is not implemented", "use 1", *TP_SIZES, when=more_than_one)
+NO_MONITOR = idle("no metrics are written; log them with your own logger", "enabled")
 
 
 class Strict(BaseModel):
@@ -62,7 +62,7 @@ class OptimizerConfig(Strict):
     """The optimizer's name and keyword arguments."""
 
     type: str
-    params: Given = {}
+    params: Object = {}
     legacy_fusion: Annotated[Flag, idle("LAMB has one implementation here")] = False
 
 
@@ -70,7 +70,7 @@ class SchedulerConfig(Strict):
     """The learning rate scheduler's name and keyword arguments."""
 
     type: str
-    params: Given = {}
+    params: Object = {}
 
 
 class DataTypesConfig(Strict):
@@ -82,7 +82,7 @@ class DataTypesConfig(Strict):
     keep_in_fp32_modules: Annotated[
         list[str] | Literal["auto"],
         BeforeValidator(names_or_auto),
-        missing("buffers have one type", 'use "buffer_dtype": "fp32"', when=names_some),
+        missing("all buffers have one dtype", 'use "buffer_dtype": "fp32"', when=names_some),
     ] = "auto"
 
 
@@ -104,7 +104,7 @@ class BF16Config(Strict):
     """Mixed precision in bfloat16, which needs no loss scaling."""
 
     enabled: Flag = False
-    immediate_grad_update: Annotated[Flag, idle("gradients always move as soon as a bucket is full")] = False
+    immediate_grad_update: Annotated[Flag, idle("gradients are always reduced when a bucket is full")] = False
     check_grad_overflow: Flag = True
     bf16_master_weights_and_grads: Flag = False
     bf16_optimizer_states: Flag = False
@@ -119,14 +119,14 @@ class AutocastConfig(Strict):
     dtype: Dtype | None = None  # None: bf16
     lower_precision_safe_modules: Annotated[
         list[str] | None,
-        idle("torch decides for each operation, and parameters travel in their own type"),
+        idle("torch decides for each operation, and parameters are gathered in their own dtype"),
     ] = None
 
 
 class ParallelWriteConfig(Strict):
     """Distribution of checkpoint writes with pipeline parallelism."""
 
-    pipeline_stage: Annotated[Flag, idle("only pipeline parallelism reads it")] = False
+    pipeline_stage: Annotated[Flag, idle("only pipeline parallelism uses it")] = False
 
 
 class CheckpointConfig(Strict):
@@ -135,14 +135,10 @@ class CheckpointConfig(Strict):
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],
         BeforeValidator(capital),
-        idle("ranks that would save under different tags are always an error"),
+        idle("different tags on different ranks are always an error"),
     ] = "Warn"
-    load_universal: Annotated[
-        Flag, idle("every checkpoint loads at any stage and number of ranks, and DeepSpeed's are recognised")
-    ] = False
-    use_node_local_storage: Annotated[
-        Flag, missing("checkpoints need one folder that every node sees", "remove it")
-    ] = False
+    load_universal: Annotated[Flag, idle("every checkpoint loads at any stage and world size")] = False
+    use_node_local_storage: Annotated[Flag, missing("checkpoints need a shared folder", "remove it")] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     writer: Annotated[Section, idle("checkpoints have one writer here")] = {}
     checkpoint_serialization: Annotated[Flag, idle("checkpoints have one format here")] = True
@@ -170,7 +166,7 @@ class OffloadOptimizerConfig(Strict):
     pin_memory: Flag = True
     pipeline_read: Annotated[Flag, OVERLAPPED] = False
     pipeline_write: Annotated[Flag, OVERLAPPED] = False
-    fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
+    fast_init: Annotated[Flag, idle("state is created in the first step")] = False
     ratio: Share = 1.0
     super_offload: Flag = False
     delay_update_after: Size | None = None
@@ -182,13 +178,11 @@ class AioConfig(Strict):
 
     block_size: Count = 2**20
     intra_op_parallelism: Count | None = None
-    thread_count: Annotated[Count | None, idle("its name is intra_op_parallelism now")] = None
+    thread_count: Annotated[Count | None, idle("renamed to intra_op_parallelism")] = None
     queue_depth: Annotated[Count, BLOCKS] = 8
     single_submit: Annotated[Flag, BLOCKS] = False
     overlap_events: Annotated[Flag, BLOCKS] = True
-    use_gds: Annotated[Flag, idle("state is stepped on the host, so it is read into the host's memory")] = (
-        False
-    )
+    use_gds: Annotated[Flag, idle("the optimizer steps on the host: state is read into host memory")] = False
 
 
 class LeafModuleConfig(Strict):
@@ -212,12 +206,10 @@ class ZeroConfig(Strict):
     reduce_scatter: Flag = True
     reduce_bucket_size: Count = 500_000_000
     use_multi_rank_bucket_allreduce: Annotated[Flag, idle("buckets are always reduce-scattered")] = True
-    allgather_partitions: Annotated[Flag, idle("updated slices are always all-gathered")] = True
-    allgather_bucket_size: Annotated[Size, idle("gathers follow the buckets of reduce_bucket_size")] = (
-        500_000_000
-    )
+    allgather_partitions: Annotated[Flag, idle("updated parameters are always all-gathered")] = True
+    allgather_bucket_size: Annotated[Size, idle("all-gathers use reduce_bucket_size")] = 500_000_000
     overlap_comm: Flag | None = None
-    load_from_fp32_weights: Annotated[Flag, idle("a load always takes the fp32 weights")] = True
+    load_from_fp32_weights: Annotated[Flag, idle("a load always uses the fp32 weights")] = True
     elastic_checkpoint: Annotated[Flag, idle("every checkpoint loads at any number of ranks")] = False
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
@@ -228,22 +220,16 @@ class ZeroConfig(Strict):
     stage3_model_persistence_threshold: Annotated[Size, STAGE3] = sys.maxsize
     stage3_max_live_parameters: Annotated[Size, STAGE3] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Size, STAGE3] = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: Annotated[
-        Flag, idle("save_16bit_model always gathers the weights")
-    ] = False
+    stage3_gather_16bit_weights_on_model_save: Annotated[Flag, idle("weights are always gathered")] = False
     stage3_module_granularity_threshold: Annotated[Size, UNITS] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, idle("parameters are always all-gathered")] = (
-        False
-    )
-    stage3_allgather_sequential: Annotated[Flag, idle("a unit is always one all-gather")] = False
-    stage3_partition_stream_chunk_size: Annotated[Size, idle("slices are cut where they lie")] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, idle("parameters are all-gathered")] = False
+    stage3_allgather_sequential: Annotated[Flag, idle("a unit is always gathered by one all-gather")] = False
+    stage3_partition_stream_chunk_size: Annotated[Size, idle("parameters are sharded in place")] = 0
     ignore_unused_parameters: Flag = True
     legacy_stage1: Annotated[Flag, idle("stage 1 has one implementation here")] = False
     round_robin_gradients: Flag = False
     parameter_alignment: Annotated[Flag, idle("every parameter starts at 16 bytes anyway")] = False
-    compute_grad_norm: Annotated[
-        Flag, idle("the norm is taken only if clipping or the check for overflow asks")
-    ] = True
+    compute_grad_norm: Annotated[Flag, idle("computed only if clipping or overflow checks need it")] = True
     zero_hpz_partition_size: Annotated[Count, STAGE3] = 1
     zero_quantized_weights: Annotated[Flag, STAGE3] = False
     zero_quantized_nontrainable_weights: Annotated[
@@ -251,28 +237,22 @@ class ZeroConfig(Strict):
     ] = False
     zero_quantized_gradients: Annotated[Flag, STAGE3] = False
     zeropp_loco_param: Annotated[
-        Given | None, removed("0.19.8", "quantized gradients work without it; remove it")
+        Object | None, removed("0.19.8", "quantized gradients work without it; remove it")
     ] = None
     mics_shard_size: Annotated[int, whole_number(-1)] = -1
-    mics_hierarchical_params_gather: Annotated[
-        Flag, idle("gathers never leave the shard group, where one hop is enough")
-    ] = False
-    memory_efficient_linear: Annotated[Flag, idle("nn.Linear stays as it is")] = True
-    pipeline_loading_checkpoint: Annotated[Flag, idle("each rank reads only its slices")] = False
-    override_module_apply: Annotated[Flag, idle("Init records what apply does, too")] = True
-    log_trace_cache_warnings: Annotated[Flag, idle("a changed order of modules is logged once")] = False
-    enable_sanity_checks: Annotated[Flag, idle("see debug.check_collectives for the check there is")] = False
-    save_muon_momentum_buffer_in_memory: Annotated[
-        Flag, idle("Muon's momentum waits where the optimizer's state does")
-    ] = False
+    mics_hierarchical_params_gather: Annotated[Flag, idle("all-gathers stay in the shard group")] = False
+    memory_efficient_linear: Annotated[Flag, idle("nn.Linear is not replaced")] = True
+    pipeline_loading_checkpoint: Annotated[Flag, idle("each rank reads only its shards")] = False
+    override_module_apply: Annotated[Flag, idle("Init also records what apply does")] = True
+    log_trace_cache_warnings: Annotated[Flag, idle("a changed module order is logged once")] = False
+    enable_sanity_checks: Annotated[Flag, idle("use debug.check_collectives")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, idle("offloaded like other optimizer state")] = False
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # Deprecated names. False requests the default. `resolve` converts a true cpu_offload.
     cpu_offload: Flag | None = None
     cpu_offload_param: Annotated[Flag | None, OLD_OFFLOAD_PARAM] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, ONLY_CPU_OFFLOAD] = None
-    stage3_gather_fp16_weights_on_model_save: Annotated[
-        Flag, idle("save_16bit_model always gathers the weights")
-    ] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[Flag, idle("weights are always gathered")] = False
 
 
 class DebugConfig(Strict):
@@ -293,7 +273,7 @@ class Config(Strict):
     managed_gradient_accumulation: Flag = True  # false: every call of engine.step() updates
     shared_memory: Flag = True  # false: ranks of one host send messages, like ranks of several hosts
     plain_backward_divides: Flag | None = None  # loss.backward() divides the loss, like engine.backward
-    steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
+    steps_per_print: Annotated[Count | None, BeforeValidator(infinity_is_none)] = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     gradient_clipping: Amount = 1.0  # DeepSpeed's default since 0.19.3; 0.0 before
@@ -301,73 +281,64 @@ class Config(Strict):
     gradient_predivide_factor: Divisor = 1.0  # any factor; with reduce_scatter DeepSpeed requires 1.0
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
     communication_data_type: Dtype | None = None
-    sparse_gradients: Annotated[Flag, removed("0.19.8", "gradients always travel dense; remove it")] = False
-    disable_allgather: Annotated[Flag, idle("updated slices are always all-gathered")] = False
+    sparse_gradients: Annotated[Flag, removed("0.19.8", "gradients are reduced dense; remove it")] = False
+    disable_allgather: Annotated[Flag, idle("updated parameters are always all-gathered")] = False
     zero_allow_untested_optimizer: Flag = False
     zero_force_ds_cpu_optimizer: Annotated[
-        Flag, idle("any optimizer steps on the host, and Adam by a compiled operator where there is one")
+        Flag, idle("every optimizer can step on the host, Adam with a compiled operator if there is one")
     ] = True
     dataloader_drop_last: Flag = False
     data_types: DataTypesConfig = DataTypesConfig()
     fp16: FP16Config = FP16Config()
     bf16: BF16Config = BF16Config()
     torch_autocast: AutocastConfig = AutocastConfig()
-    amp: Annotated[Given, removed("0.19.8", 'use "bf16" or "fp16"', "enabled")] = {}
+    amp: Annotated[Object, removed("0.19.8", 'use "bf16" or "fp16"', "enabled")] = {}
     zero_optimization: ZeroConfig = ZeroConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile: Annotated[
-        Section, missing("graph passes have not landed", "call torch.compile on the model", "deepcompile")
+        Section,
+        missing("graph passes are not implemented", "call torch.compile on the model", "deepcompile"),
     ] = {}
     graph_harvesting: Annotated[Flag, removed("0.19.8", "call torch.compile on the model; remove it")] = False
     wall_clock_breakdown: Flag = False
-    memory_breakdown: Annotated[Flag, idle("torch.cuda.memory_summary() prints the same facts")] = False
+    memory_breakdown: Annotated[Flag, idle("use torch.cuda.memory_summary()")] = False
     disable_python_gc: Annotated[Flag, idle("call gc.disable() in your script")] = False
-    dump_state: Annotated[Flag, idle("the table of this configuration shows every value")] = False
+    dump_state: Annotated[Flag, idle("the table of the configuration shows the values")] = False
     log_level: Annotated[str | None, idle('set the level of the logger "zero_full" instead')] = None
     debug: DebugConfig = DebugConfig()
     # Other kinds of parallelism.
-    sequence_parallel_size: Annotated[
-        Count, missing("sequence parallelism has not landed in zero_full yet", "use 1")
-    ] = 1
-    seq_parallel_communication_data_type: Annotated[Dtype, idle("only sequence parallelism reads it")] = (
-        "fp32"
-    )
+    sequence_parallel_size: Annotated[Count, missing("sequence parallelism is not implemented", "use 1")] = 1
+    seq_parallel_communication_data_type: Annotated[Dtype, idle("only sequence parallelism uses it")] = "fp32"
     tensor_parallel: Annotated[Section, AUTO_TP] = {}
     expert_parallel: Annotated[
-        Section, missing("expert parallelism has not landed", "use false", "enabled")
+        Section, missing("DeepSpeed's expert parallelism is not implemented", "use false", "enabled")
     ] = {}
-    use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism reads it")] = False
-    pipeline: Annotated[Section, idle("only pipeline parallelism reads it")] = {}
+    use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism uses it")] = False
+    pipeline: Annotated[Section, idle("only pipeline parallelism uses it")] = {}
     hybrid_engine: Annotated[
         Section, missing("", "call the engine, or generate inside unwrap_model_for_generation", "enabled")
     ] = {}
     # Features that change the batches, the model or the optimizer during training.
-    elasticity: Annotated[Given, removed("0.19.8", "give the batch sizes as numbers", "enabled")] = {}
-    autotuning: Annotated[Section, missing("", "tune before, and give the numbers found", "enabled")] = {}
-    curriculum_learning: Annotated[Given, removed("0.19.8", "order the data in your sampler", "enabled")] = {}
+    elasticity: Annotated[Object, removed("0.19.8", "set the batch sizes as numbers", "enabled")] = {}
+    autotuning: Annotated[Section, missing("", "tune beforehand, and set the values found", "enabled")] = {}
+    curriculum_learning: Annotated[Object, removed("0.19.8", "order data in your sampler", "enabled")] = {}
     data_efficiency: Annotated[Section, missing("", "choose the data in your sampler", "enabled")] = {}
-    progressive_layer_drop: Annotated[Given, removed("0.19.8", "drop layers in your model", "enabled")] = {}
-    eigenvalue: Annotated[Given, removed("0.19.8", "measure curvature in your script", "enabled")] = {}
-    quantize_training: Annotated[Given, removed("0.19.7", "quantize in your model", "enabled")] = {}
-    compression_training: Annotated[
-        Given, removed("0.19.7", "compress in your model; remove the section")
-    ] = {}
-    sparse_attention: Annotated[Given, removed("0.19.7", "use it in your model; remove the section")] = {}
+    progressive_layer_drop: Annotated[Object, removed("0.19.8", "drop layers in your model", "enabled")] = {}
+    eigenvalue: Annotated[Object, removed("0.19.8", "measure curvature in your script", "enabled")] = {}
+    quantize_training: Annotated[Object, removed("0.19.7", "quantize in your model", "enabled")] = {}
+    compression_training: Annotated[Object, removed("0.19.7", "compress in your model; remove it")] = {}
+    sparse_attention: Annotated[Object, removed("0.19.7", "use it in your model; remove it")] = {}
     # Monitoring, and sections for parts that this package does not have.
-    activation_checkpointing: Annotated[
-        Section, idle("call torch.utils.checkpoint in your model, it needs no settings")
-    ] = {}
+    activation_checkpointing: Annotated[Section, idle("call torch.utils.checkpoint in your model")] = {}
     flops_profiler: Annotated[Section, idle("use torch.profiler", "enabled")] = {}
-    comms_logger: Annotated[Section, idle("the package keeps its own ledger of traffic", "enabled")] = {}
+    comms_logger: Annotated[Section, idle("engine.traffic() returns the bytes sent", "enabled")] = {}
     tensorboard: Annotated[Section, NO_MONITOR] = {}
     wandb: Annotated[Section, NO_MONITOR] = {}
     csv_monitor: Annotated[Section, NO_MONITOR] = {}
     comet: Annotated[Section, NO_MONITOR] = {}
     aio: AioConfig = AioConfig()
-    nebula: Annotated[
-        Given, removed("0.19.7", "checkpoints have one writer here; remove the section", "enabled")
-    ] = {}
+    nebula: Annotated[Object, removed("0.19.7", "checkpoints have one writer; remove it", "enabled")] = {}
     datastates_ckpt: Annotated[Section, idle("checkpoints have one writer here")] = {}
-    weight_quantization: Annotated[Section, idle("only inference reads it")] = {}
+    weight_quantization: Annotated[Section, idle("only inference uses it")] = {}
     timers: Annotated[Section, idle("wall_clock_breakdown turns the timers on")] = {}
-    vocabulary_size: Annotated[Size | None, idle("nothing asks for it")] = None
+    vocabulary_size: Annotated[Size | None, idle("nothing uses it")] = None

@@ -100,12 +100,12 @@ def capital(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
 
 
-def never_is_none(value: object) -> object:
+def infinity_is_none(value: object) -> object:
     """Convert infinity, which some launchers write for 'never print', to None."""
     return None if isinstance(value, float) and value == math.inf else value
 
 
-def nothing_is_empty(value: object) -> object:
+def null_is_empty(value: object) -> object:
     """Convert null or false to an empty section."""
     return {} if value is None or value is False else value
 
@@ -136,7 +136,7 @@ Seconds = Annotated[float, number(1e-3, 1e6)]
 Divisor = Annotated[float, number(1e-6, 1e6)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(short_dtype)]
 Section = dict[str, Any]  # a section that is not used: only its switches are validated
-Given = Annotated[Section, BeforeValidator(nothing_is_empty)]  # null and false mean an empty section
+Object = Annotated[Section, BeforeValidator(null_is_empty)]  # null and false mean an empty section
 
 # [Note: loss scales] Both scale (times a loss of about 1) and 1 / scale must be in the range of fp32.
 SCALE_POWERS = 126

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from zero_full.config import report
-from zero_full.config.read import NotJsonError, Parsed, Route, parse
-from zero_full.config.resolve import Examined, examine, in_file, known_rules, refuse_no_world
+from zero_full.config import messages
+from zero_full.config.json_parser import NotJsonError, Parsed, Route, parse
+from zero_full.config.resolve import Examined, check_world_size, examine, in_file, known_rules
+from zero_full.config.rules import MICRO, STEPS, TRAIN, unread_keys
 from zero_full.config.schema import Config
-from zero_full.config.together import MICRO, STEPS, TRAIN, unread_together
 
 # Honoured; equal to the default; not read, as expected; without effect, with a warning; missing, with a
-# default that may surprise; invalid; known to torch only.
+# default that may surprise; invalid; only torch can judge it.
 VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
-IN_TORCH = "only `python -m zero_full check` knows: it asks the installed torch"
-IN_A_RUN = (
-    "only `python -m zero_full check` knows whether there is one, and whether it can do what the file asks"
-)
+COMMAND = "`python -m zero_full check`"
+IN_TORCH = f"only {COMMAND} can check it: the arguments depend on the installed torch"
+IN_A_RUN = f"only {COMMAND} can check whether it exists and supports this configuration"
 
 
 class Verdict(NamedTuple):
@@ -50,28 +49,30 @@ def check(text: str, world_size: int | None) -> Checked:
     None: for the number of ranks that its batch and group sizes imply.
     """
     if world_size is not None:
-        refuse_no_world(world_size)
+        check_world_size(world_size)
     try:
         parsed = parse(text)
     except NotJsonError as error:
         return _unusable(error, world_size or 1)
     if not isinstance(parsed.value, dict):
-        remedy = "write its keys and values between { and }"
+        remedy = "write keys and values between { and }"
         return _unusable(
-            NotJsonError("a configuration is an object", remedy, parsed.places[()]), world_size or 1
+            NotJsonError("a configuration must be an object", remedy, parsed.positions[()]), world_size or 1
         )
     world = implied_world(parsed.value) if world_size is None else world_size
     examined = examine(parsed.value, world)
-    said = [
+    notices = [
         Verdict(f.path, place.line, place.column, f.kind, f.message, f.remedy, f.line)
         for place, f in in_file(parsed, examined)
     ]
-    verdicts = sorted([*said, *_calm(parsed, examined, said)], key=lambda each: (each.line, each.column))
+    verdicts = sorted(
+        [*notices, *_quiet_verdicts(parsed, examined, notices)], key=lambda each: (each.line, each.column)
+    )
     return Checked(tuple(verdicts), world, examined.config)
 
 
 def _unusable(error: NotJsonError, world: int) -> Checked:
-    place, text = error.place, str(error)
+    place, text = error.position, str(error)
     return Checked((Verdict((), place.line, place.column, "refused", error.why, error.remedy, text),), world)
 
 
@@ -96,22 +97,22 @@ def _count(config: Mapping[str, Any], key: str) -> int:
     return value if isinstance(value, int) and 0 < value < 2**31 else 0
 
 
-def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[Verdict]:
+def _quiet_verdicts(parsed: Parsed, examined: Examined, notices: list[Verdict]) -> Iterator[Verdict]:
     """Yield verdicts on the keys without a notice, except sections whose keys have their own."""
-    loud = {_key_of(parsed.nearest(verdict.path)) for verdict in said}
-    refused = {verdict.path for verdict in said if verdict.kind == "refused"}
-    keys = [path for path in parsed.places if path and path == _key_of(path)]
-    around = {path[:length] for path in keys for length in range(len(path))}
+    noticed = {_key_of(parsed.nearest(verdict.path)) for verdict in notices}
+    refused = {verdict.path for verdict in notices if verdict.kind == "refused"}
+    keys = [path for path in parsed.positions if path and path == _key_of(path)]
+    sections = {path[:length] for path in keys for length in range(len(path))}
     first_names = {theirs: ours for ours, theirs in examined.spelled.items()}
     lookup = _Lookup(examined)
     for path in keys:
-        if path in loud or path in around:
+        if path in noticed or path in sections:
             continue
-        kind, message = lookup.verdict(report.as_written(path, first_names))
+        kind, message = lookup.verdict(messages.as_written(path, first_names))
         for length in range(1, len(path)):
             if path[:length] in refused:
-                kind, message = "unread", f"{report.dotted(path[:length])} is refused"
-        place, text = parsed.places[path], f"{report.dotted(path)}: {message}" if message else ""
+                kind, message = "unread", f"{messages.dotted(path[:length])} is invalid"
+        place, text = parsed.positions[path], f"{messages.dotted(path)}: {message}" if message else ""
         yield Verdict(path, place.line, place.column, kind, message, "", text)
 
 
@@ -124,10 +125,10 @@ class _Lookup:
     """Lookup of the verdict on keys without a notice."""
 
     def __init__(self, examined: Examined) -> None:
-        self.entries: dict[Route, report.Entry] = {
-            tuple(entry.key.split(".")): entry for entry in report.entries(examined.config)
+        self.entries: dict[Route, messages.Entry] = {
+            tuple(entry.key.split(".")): entry for entry in messages.entries(examined.config)
         }
-        rules = known_rules(unread_together(examined.config), examined.bad)
+        rules = known_rules(unread_keys(examined.config), examined.bad)
         self.unread: dict[Route, str] = {tuple(rule.key.split(".")): rule.why for rule in rules}
 
     def verdict(self, path: Route) -> tuple[VerdictKind, str]:
@@ -151,4 +152,4 @@ class _Lookup:
             return "unknown", IN_TORCH
         switches = section.remark.switches if section.remark is not None else ()
         is_switch = ".".join(map(str, path[len(inside) :])) in switches
-        return ("default", "") if is_switch else ("unread", "nothing here reads it")
+        return ("default", "") if is_switch else ("unread", "zero_full does not read it")

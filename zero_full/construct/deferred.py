@@ -29,7 +29,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_full._compat import arguments_of, is_saved
+from zero_full._compat import arguments_of, is_persistent_buffer
 from zero_full.construct.generators import CPU, RandomStreams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
@@ -270,7 +270,7 @@ def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors that a module itself, without its children, has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if is_saved(module, name):
+        if is_persistent_buffer(module, name):
             yield name, buffer
 
 

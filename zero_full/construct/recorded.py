@@ -23,9 +23,9 @@ from torch.nn import Parameter
 
 from zero_full._compat import (
     BACKWARD_HOOKS,
-    BESIDE_VALUES,
-    VIEWED,
-    ParameterInWaiting,
+    METADATA,
+    VIEW_BASE,
+    ParameterCandidate,
     has_compatible_type,
     identity_of,
     instance_of,
@@ -58,7 +58,7 @@ ABOUT_VALUES |= _methods(
 )
 ABOUT_VALUES |= _methods("is_floating_point is_complex is_signed is_conj is_neg is_inference __len__")
 DEVICE = _getters("device is_cpu is_cuda") | _methods("get_device")
-OF_THE_SHELL = _getters("grad retains_grad name") | {_slot(name).__get__ for name in (*BESIDE_VALUES, VIEWED)}
+OF_THE_SHELL = _getters("grad retains_grad name") | {_slot(name).__get__ for name in (*METADATA, VIEW_BASE)}
 OF_THE_SHELL |= _methods("register_hook register_post_accumulate_grad_hook is_shared is_pinned")
 OF_THE_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot(BACKWARD_HOOKS).__set__}
 OF_THE_SHELL |= {has_compatible_type}
@@ -114,7 +114,7 @@ class Record:
         return self.keeper.gathered(tensors, rank)
 
 
-class Recorded(ParameterInWaiting):
+class Recorded(ParameterCandidate):
     """A tensor without values whose operations are recorded. See [Note: recorded tensors]."""
 
     _record: Record

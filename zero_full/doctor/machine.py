@@ -199,14 +199,14 @@ def launcher() -> Rows:
     launch, reason = imported("zero_full.start.launch")
     if launch is None:
         return [("unknown", reason)]
-    names = (*launch.LAUNCHER[:2], "LOCAL_RANK", *launch.LAUNCHER[2:])
+    names = (*launch.VARIABLES[:2], "LOCAL_RANK", *launch.VARIABLES[2:])
     rows = [(name, os.environ.get(name) or "not set") for name in names]
     try:
-        place = launch.find_place(os.environ)
+        place = launch.read_launcher(os.environ)
     except launch.LaunchError:
         return [*rows, ("this process", "not clear")]
     alone = "one process; for more: torchrun --nproc-per-node=2 train.py"
-    place_text = f"rank {place.rank} of {place.world_size}, set by {place.by}" if place else alone
+    place_text = f"rank {place.rank} of {place.world_size}, set by {place.source}" if place else alone
     return [*rows, ("this process", place_text)]
 
 
@@ -216,13 +216,13 @@ def launcher_problems() -> list[str]:
     if launch is None:
         return []
     try:
-        place = launch.find_place(os.environ)
+        place = launch.read_launcher(os.environ)
     except launch.LaunchError as error:
         return [str(error)]
     torch, _ = imported("torch")
     if place is None or not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
         return []
-    problem = launch.device_problem(place.variables.get("LOCAL_RANK"))
+    problem = launch.local_rank_problem(place.variables.get("LOCAL_RANK"))
     return [] if problem is None else [problem]
 
 

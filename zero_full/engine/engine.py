@@ -6,7 +6,7 @@
 
 `engine.backward(loss)` and `engine.scale(loss).backward()` divide the loss by the number of micro-batches, as
 DeepSpeed's do. Plain `loss.backward()` works as well. With several micro-batches the key
-`plain_backward_divides` says whether zero_full or the training loop divides.
+`plain_backward_divides` defines whether zero_full or the training loop divides.
 
 Parts that only some runs have are None in all others: `reporting` logs a line every few steps, `stopping`
 saves and exits after a signal, `recorder` writes a flight recording.
@@ -38,7 +38,7 @@ from zero_full.checkpoint import (
 )
 from zero_full.comm.topology import this_rank
 from zero_full.config import Resolved
-from zero_full.engine.forward_hooks import ModelCalls, watch_losses
+from zero_full.engine.forward_hooks import ForwardHooks, watch_losses
 from zero_full.engine.loader import RankLoader
 from zero_full.engine.queries import DeepSpeedQueries
 from zero_full.engine.reporting import Reporting
@@ -56,14 +56,14 @@ from zero_full.shard.step.wrapped_optimizer import NO_JOIN
 
 log = logging.getLogger("zero_full")
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")  # what a checkpoint keeps
-AWAY = "%s while states are offloaded: call reload_states first"
+STATES_OFFLOADED = "%s: states are offloaded. Call reload_states first"
 NO_COPY = (
-    "an engine cannot be copied or pickled: it holds connections to other ranks. Copy engine.module (at "
-    "stage 3 inside zero_full.GatheredParameters), or save engine.state_dict()"
+    "an engine cannot be copied or pickled, because it holds process groups. Copy engine.module (at stage 3 "
+    "inside zero_full.GatheredParameters), or save engine.state_dict()"
 )
-STANDS_STILL = (
-    "the schedule of the configuration (%s) stands still: two steps were taken by optimizer.step(), which "
-    "does not move it. Call engine.step() instead, or call step() of the schedule that initialize returns"
+SCHEDULE_NOT_STEPPED = (
+    "the configuration's schedule (%s) does not advance: the loop calls optimizer.step(), which does not "
+    "step it. Call engine.step() instead, or call step() of the schedule that initialize returns"
 )
 
 
@@ -75,7 +75,7 @@ class Engine(DeepSpeedQueries):
     resolved             the configuration
     device               this rank's device
     lr_scheduler         moves after every step that was applied; None: none
-    training_dataloader  this rank's micro-batches, whose place in the data checkpoints keep; None: none
+    training_dataloader  this rank's micro-batches, whose position checkpoints save; None: none
     world_size           data-parallel ranks
     """
 
@@ -116,16 +116,16 @@ class Engine(DeepSpeedQueries):
         if (self.config.steps_per_print or self.stopwatch.on) and this_rank() == 0:
             every = self.config.steps_per_print or 0
             self.reporting = Reporting(module, optimizer, every, self.stopwatch, device, world_size)
-        self._calls = self._watch_calls()
+        self._forward_hooks = self._make_forward_hooks()
         optimizer.at_step.append(self._count_step)
         optimizer.register_step_post_hook(self._end_plain_step)
 
-    def _watch_calls(self) -> ModelCalls:
+    def _make_forward_hooks(self) -> ForwardHooks:
         autocast, section = None, self.config.torch_autocast
         if section.enabled:
             autocast = partial(torch.autocast, self.device.type, NAMES[section.dtype or "bf16"])
         casts_to = torch.float16 if self.config.fp16.auto_cast else None
-        return ModelCalls(self.module, self.optimizer, self.optimizer.scaler.scales, casts_to, autocast)
+        return ForwardHooks(self.module, self.optimizer, self.optimizer.scaler.scales, casts_to, autocast)
 
     # One micro-batch -----------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ class Engine(DeepSpeedQueries):
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run the module's forward, and return what it returns."""
         if self.optimizer.offloaded.copies:
-            raise RuntimeError(AWAY % "forward")
+            raise RuntimeError(STATES_OFFLOADED % "forward")
         self.optimizer.check_model_unchanged()
-        with self._recorded, self._timed["forward"]:
+        with self._recorded, self._timed["forward"]():
             outputs = self.module(*inputs, **named_inputs)
         if not torch.is_grad_enabled():
             return outputs
@@ -147,22 +147,22 @@ class Engine(DeepSpeedQueries):
             self._forwards += 1
             if self.reporting is not None:
                 self.reporting.count_tokens(inputs, named_inputs)
-        # With a loss scale the hooks of ModelCalls watch the outputs.
-        return outputs if self._calls.gates else watch_losses(backward, outputs)
+        # With a loss scale the hooks of ForwardHooks watch the outputs.
+        return outputs if self._forward_hooks.scales_outputs else watch_losses(backward, outputs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward from a scalar loss. Returns the loss divided by the number of micro-batches."""
         if self.optimizer.closed:
-            raise RuntimeError("backward after destroy: initialize the model again")
+            raise RuntimeError("backward after destroy. Initialize the model again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
-            raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
+            raise ValueError(f"backward needs a scalar loss, not {kind}. Take its mean, for example")
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
         if scale_wrt_gas and self.accumulation.micro_batches > 1 and not is_scaled:
             loss = loss / self.accumulation.micro_batches
         scaler = self.optimizer.scaler
         scaled = loss if is_scaled or scaler.scale == 1 else scaler.times(loss)
-        with self._timed["backward"]:
+        with self._timed["backward"]():
             if not is_scaled:
                 self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
@@ -186,12 +186,12 @@ class Engine(DeepSpeedQueries):
         return scaled
 
     def division_rule(self) -> str:
-        """Say which calls divide the loss by the number of micro-batches; "" if a step has only one."""
+        """Return as text which calls divide the loss by the number of micro-batches; "" if that is 1."""
         steps, divides = self.accumulation.micro_batches, self.config.plain_backward_divides
         if steps == 1:
             return ""
         plain = {
-            None: "loss.backward() is an error until plain_backward_divides says who divides",
+            None: "loss.backward() is an error until plain_backward_divides is set",
             True: "so does loss.backward(), because plain_backward_divides is true",
             False: "loss.backward() does not, because plain_backward_divides is false",
         }[divides]
@@ -205,17 +205,17 @@ class Engine(DeepSpeedQueries):
         lr_kwargs  keyword arguments of the schedule's step
         """
         if self.optimizer.offloaded.copies:
-            raise RuntimeError(AWAY % "step")
+            raise RuntimeError(STATES_OFFLOADED % "step")
         if self.optimizer.reducer.no_sync:
             raise RuntimeError(
-                "step inside no_sync or coalesce_grad_reduction: leave the block first, its gradients are "
-                "not averaged"
+                "step inside no_sync or coalesce_grad_reduction: its gradients are not averaged yet. Leave "
+                "the block first"
             )
         self._stepping = True
         try:
             self._stepped = self.is_gradient_accumulation_boundary()
             if self._stepped:
-                with self._timed["step"]:
+                with self._timed["step"]():
                     self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
                 if self.reporting is not None:
                     self.reporting.log_step(self.global_steps, self.skipped_steps)
@@ -239,8 +239,8 @@ class Engine(DeepSpeedQueries):
         if self.optimizer.last is None:
             self.micro_steps += 1  # only now: after an error the caller may call `step` again
             raise RuntimeError(
-                "step without gradients: since the last step no backward pass has reached a parameter that "
-                "is trained, on any rank (is backward missing, or was zero_grad called after it?)"
+                "step without gradients: no backward pass reached a trained parameter since the last step, "
+                "on any rank. Perhaps backward is missing, or zero_grad was called after it"
             )
         self._end_step(lr_kwargs)
 
@@ -250,7 +250,7 @@ class Engine(DeepSpeedQueries):
         if self.optimizer.last.applied and self.lr_scheduler is not None:
             try:
                 self.lr_scheduler.step(**lr_kwargs)
-            except Exception:  # the schedule is at its end, for example: nothing of the step is missing
+            except Exception:  # such as the end of the schedule: the step itself is complete
                 self.optimizer.unfinished.mark_complete()
                 raise
 
@@ -282,7 +282,7 @@ class Engine(DeepSpeedQueries):
         if not self.optimizer.last.applied:
             self.skipped_steps += 1
         if self.reporting is not None:
-            self.reporting.pace.count(samples)
+            self.reporting.throughput.count(samples)
 
     def _end_plain_step(self, *step: Any) -> None:
         """Log a step that the loop took by `optimizer.step()`; `step` logs its own."""
@@ -298,21 +298,19 @@ class Engine(DeepSpeedQueries):
         at = self.lr_scheduler.state_dict()
         if at == self._schedule_at and not self._warned_of_schedule:
             self._warned_of_schedule = True
-            log.warning(STANDS_STILL, name)
+            log.warning(SCHEDULE_NOT_STEPPED, name)
         self._schedule_at = at
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients. `step` does this already."""
         self.optimizer.zero_grad(set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Keep the gradients of this block's backward passes on this rank, until a later pass reduces them.
 
         At stage 2 this saves traffic and costs the memory that the stage saves.
         """
-        with self.optimizer.reducer.without_sync():
-            yield
+        return self.optimizer.reducer.without_sync()
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -333,7 +331,7 @@ class Engine(DeepSpeedQueries):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the current micro-batch is the step's last; None: go back to counting."""
         if not self.accumulation.managed:
-            raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
+            raise RuntimeError("managed_gradient_accumulation is false: every call of step is a boundary")
         self.accumulation.set_boundary(is_boundary)
 
     def allreduce_gradients(self) -> None:
@@ -354,10 +352,11 @@ class Engine(DeepSpeedQueries):
         """Change the samples of a step, by another number of micro-batches. Call it between steps."""
         each = self.train_micro_batch_size_per_gpu() * self.world_size
         if self.micro_steps % self.accumulation.micro_batches:
-            raise RuntimeError("the batch size can change between steps, not inside one")
+            raise RuntimeError("set_train_batch_size inside a step: call it between steps")
         if train_batch_size < 1 or train_batch_size % each:
             raise ValueError(
-                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
+                f"train_batch_size {train_batch_size} is not a multiple of {each}, which is micro-batch x "
+                "ranks"
             )
         self.accumulation.micro_batches, self.micro_steps = train_batch_size // each, 0
 
@@ -442,7 +441,7 @@ class Engine(DeepSpeedQueries):
         """
         for name, each in objects.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise TypeError(f"{name} has no state_dict and load_state_dict, so it cannot be saved")
+                raise TypeError(f"keep_in_checkpoint: {name} needs state_dict and load_state_dict")
         self.kept |= objects
 
     def state_dict(self) -> dict[str, Any]:
@@ -483,16 +482,16 @@ class Engine(DeepSpeedQueries):
         after = self.micro_steps % accumulation.micro_batches
         if accumulation.managed and accumulation.boundary is None and after:
             raise RuntimeError(
-                f"{call} after {after} of a step's {accumulation.micro_batches} micro-batches: save after "
-                "the step's last one"
+                f"{call} after {after} of a step's {accumulation.micro_batches} micro-batches, whose "
+                "gradients a checkpoint does not hold. Save after the last one"
             )
 
     def _check_outside_step(self, call: str) -> None:
         """Raise inside `step`."""
         if self._stepping:
             raise RuntimeError(
-                f"{call} inside engine.step(), by a hook: the weights are of this step already, and counters "
-                "and schedule still of the one before. Call it after engine.step()"
+                f"{call} inside engine.step(): the weights are updated, but the counters and the schedule "
+                "are not. Call it after engine.step()"
             )
 
     # Weights -------------------------------------------------------------------------------------
@@ -565,11 +564,11 @@ class Engine(DeepSpeedQueries):
         """Finish the step, save a checkpoint and exit with 0 on all ranks, if any rank gets a signal.
 
         Every rank must call this in the main thread of its process. Call it right after `load_checkpoint`:
-        until then the signals do what they always do.
+        until then the previous handlers run.
 
         save_dir      the folder and
         tag           the tag for `save_checkpoint`
-        signals       by default SIGTERM and SIGUSR1
+        signals       default: SIGTERM and SIGUSR1
         client_state  a mapping, read when the run is saved, or a function that returns one then
 
         `engine.step` finishes the step in which the ranks agree on the signal, waits until the checkpoint is
@@ -595,13 +594,13 @@ class Engine(DeepSpeedQueries):
         """Raise if the loop calls `optimizer.step()` although `on_signal` needs `engine.step()`."""
         if not self._stepping:
             raise RuntimeError(
-                "optimizer.step() after on_signal, which saves and exits in engine.step(): call that, or "
-                "optimizer.watch_signals() instead of on_signal, and look at optimizer.stop_requested after "
-                "each step"
+                "optimizer.step() after on_signal: only engine.step() saves and exits. Call engine.step(). "
+                "Or call optimizer.watch_signals() instead of on_signal, and read optimizer.stop_requested "
+                "after each step"
             )
 
     def join_hook(self, **options: Any) -> None:
-        """Raise: torch's `Join` asks for this."""
+        """Raise: torch's `Join`, which calls this, is not supported."""
         raise RuntimeError(NO_JOIN)
 
     def record(self, path: str | Path, steps: int = STEPS) -> FlightRecorder:
@@ -618,10 +617,10 @@ class Engine(DeepSpeedQueries):
         cannot be written.
         """
         if steps < 1:
-            raise ValueError(f"record keeps at least 1 step, not {steps!r}")
+            raise ValueError(f"record: steps must be at least 1, not {steps!r}")
         if self.recorder is not None and not self.recorder.closed:
             raise RuntimeError(
-                f"record: this engine is recorded in {self.recorder.path} already: close that first"
+                f"record: this engine already records into {self.recorder.path}. Close that recording first"
             )
         about = {
             "stage": self.zero_optimization_stage(),
@@ -670,7 +669,7 @@ class Engine(DeepSpeedQueries):
         self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters, and return cached device memory of torch's allocator."""
+        """Release gathered parameters, and return cached memory of torch's allocator to the device."""
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
         if torch.accelerator.is_available():
@@ -687,7 +686,7 @@ class Engine(DeepSpeedQueries):
         if self.recorder is not None:
             self.recorder.close()
         self.offloaded.reload()
-        self._calls.remove()
+        self._forward_hooks.remove()
         self.optimizer.close(gather)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import calling_ddp
+from zero_full._compat import running_ddp
 from zero_full.nested import leaves, mapped
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard.passes.backward import BackwardPass
@@ -22,27 +22,27 @@ from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
-class ModelCalls:
+class ForwardHooks:
     """Registers the hooks that the run needs, on `model`; without any of the three, none.
 
-    gates     scale the gradients of outputs
-    casts_to  the dtype for floating-point inputs; None: leave them
-    autocast  makes the context of a forward; None: none
+    scales_outputs  scale the gradients of outputs
+    casts_to        the dtype for floating-point inputs; None: leave them
+    autocast        makes the context of a forward; None: none
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: ZeroOptimizer,
-        gates: bool,
+        scales_outputs: bool,
         casts_to: torch.dtype | None = None,
         autocast: Callable[[], torch.autocast] | None = None,
     ) -> None:
         self.reducer, self.scaler = optimizer.reducer, optimizer.scaler
-        self.gates, self.casts_to, self.autocast = gates, casts_to, autocast
+        self.scales_outputs, self.casts_to, self.autocast = scales_outputs, casts_to, autocast
         self.autocasts: list[torch.autocast] = []  # entered and not left: a model may call itself
         self.hooks = []
-        if gates or casts_to is not None or autocast is not None:
+        if scales_outputs or casts_to is not None or autocast is not None:
             before, after = Hook(model, self.before), Hook(model, self.after)
             self.hooks = [
                 model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -57,10 +57,14 @@ class ModelCalls:
         return mapped(self._cast, (args, kwargs)) if self.casts_to is not None else None
 
     def after(self, args: Any, output: Any) -> Any:
-        """Leave autocast; put the gradient scaling behind the outputs."""
+        """Leave autocast; scale the gradients of the outputs."""
         if self.autocasts:  # empty if another hook raised before `before` ran
             self.autocasts.pop().__exit__(None, None, None)
-        return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
+        return (
+            mapped(self._with_scaled_gradient, output)
+            if self.scales_outputs and torch.is_grad_enabled()
+            else None
+        )
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -71,27 +75,27 @@ class ModelCalls:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self.casts_to) if floating else value
 
-    def _gated(self, output: Any) -> Any:
+    def _with_scaled_gradient(self, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
         # A function and not a hook: a hook on an output would also scale the gradients that flow through it
         # from another output, which are scaled already.
-        gated: Tensor = _Gate.apply(output, self.reducer, self.scaler)  # type: ignore[no-untyped-call]
-        return gated
+        scaled: Tensor = _ScaleGradient.apply(output, self.reducer, self.scaler)  # type: ignore[no-untyped-call]
+        return scaled
 
 
-class FirstCall:
-    """Raises at the model's first call if DistributedDataParallel makes it, which averages gradients, too."""
+class DdpCheck:
+    """Raises at the model's first call if DistributedDataParallel makes it and would average again."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.handle = model.register_forward_pre_hook(Hook(model, self.look))
+        self.handle = model.register_forward_pre_hook(Hook(model, self.check))
 
-    def look(self, args: Any) -> None:
+    def check(self, args: Any) -> None:
         """Raise RuntimeError inside DistributedDataParallel; else remove the hook."""
-        if calling_ddp() is not None:
+        if running_ddp() is not None:
             raise RuntimeError(
-                "DistributedDataParallel calls a model whose gradients zero_full averages: they would be "
-                "averaged twice. Call the engine, or the module itself, and leave DistributedDataParallel out"
+                "DistributedDataParallel wraps a model whose gradients zero_full averages: they would be "
+                "averaged twice. Remove DistributedDataParallel, and call the engine or the module itself"
             )
         self.remove()
 
@@ -126,7 +130,7 @@ def _is_loss(output: Any) -> bool:
     return isinstance(output, Tensor) and output.requires_grad and output.dim() == 0
 
 
-class _Gate(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """The identity in forward; in backward multiplies the gradient by the loss scale, once."""
 
     @staticmethod
@@ -143,10 +147,10 @@ class _Gate(torch.autograd.Function):
             return grads[0], None, None
         if scale != 1 and output.dim():
             raise RuntimeError(
-                "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
-                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward() (with no engine "
-                "optimizer.scale(loss).backward()), or let the model return its loss. They take the place of "
-                "torch's GradScaler"
+                "gradients reached the model's outputs without the loss scale, so small ones were lost. Use "
+                "engine.backward(loss) or engine.scale(loss).backward(); without an engine, "
+                "optimizer.scale(loss).backward(). Or let the model return its loss. Do not use torch's "
+                "GradScaler"
             )
         if not backward.running:
             ctx.reducer.begin()

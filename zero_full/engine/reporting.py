@@ -19,10 +19,10 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
 TOKENS = ("input_ids", "token_ids", "tokens", "idx")  # usual names of a forward's argument with tokens
-RATES = 4  # learning rates in a line, at most
+RATES = 4  # largest number of learning rates in a line
 
 
-class Pace:
+class Throughput:
     """Steps, samples, tokens and seconds since the last log line. `clock` returns seconds.
 
     Time counts from the end of the first step, which opens connections and creates optimizer state.
@@ -76,7 +76,7 @@ class Reporting:
     ) -> None:
         self.optimizer, self.stopwatch = optimizer, stopwatch
         self.steps_per_print, self.device, self.world_size = steps_per_print, device, world_size
-        self.pace = Pace()
+        self.throughput = Throughput()
         self.rates: list[float] = []  # of the last step: a schedule moves them before the line is logged
         self.first_input = ""  # the name of the first argument of forward
         with suppress(TypeError, ValueError):  # a compiled forward may have no signature
@@ -88,7 +88,7 @@ class Reporting:
         given = {self.first_input: inputs[0], **named_inputs} if inputs else named_inputs
         for name in TOKENS:
             if isinstance(found := given.get(name), Tensor) and not found.is_floating_point():
-                self.pace.tokens += found.numel() * self.world_size
+                self.throughput.tokens += found.numel() * self.world_size
 
     def _note_rates(self, *step: Any) -> None:
         if self.optimizer.last is not None:  # else the step found no gradients
@@ -98,20 +98,20 @@ class Reporting:
         """Log the lines that are due after step number `step`; `skipped` steps of the run overflowed."""
         if step % (self.steps_per_print or 1) or not log.isEnabledFor(logging.INFO):
             return
-        steps, told = self.pace.steps, ", ".join(self._told(skipped))
+        steps, line = self.throughput.steps, ", ".join(self._parts(skipped))
         if self.steps_per_print:
-            log.info("step %d: %s", step, told)
+            log.info("step %d: %s", step, line)
         if self.stopwatch.on:
             log.info("step %d: %s", step, self.stopwatch.lap(steps))
 
-    def _told(self, skipped: int) -> Iterator[str]:
+    def _parts(self, skipped: int) -> Iterator[str]:
         """Yield the parts of a line."""
         optimizer = self.optimizer
         loss = optimizer.report.step_loss()
         if loss is not None:  # reading it waits for the device, so the clock is read afterwards
             digits = f"{loss:.4f}" if 1e-3 <= abs(loss) < 1e4 else f"{loss:.5g}"
             yield f"loss {digits}" + (" (rank 0)" if self.world_size > 1 else "")
-        yield from self.pace.lap()
+        yield from self.throughput.lap()
         if optimizer.last is not None and optimizer.last.grad_norm is not None:
             yield f"norm {optimizer.last.grad_norm:.4g}"
         rates = [f"{lr:.3g}" for lr in dict.fromkeys(self.rates)]
@@ -121,20 +121,20 @@ class Reporting:
             yield f"loss scale {scale:,.0f}" if scale >= 1 else f"loss scale {scale:g}"
         if skipped:
             yield f"{skipped} skipped"
-        if (most := most_memory(self.device)) is not None:
-            yield f"peak {human(most)}"
+        if (peak := peak_memory(self.device)) is not None:
+            yield f"peak {human(peak)}"
 
 
-def most_memory(device: torch.device) -> int | None:
+def peak_memory(device: torch.device) -> int | None:
     """Return the peak memory of this process in bytes: on the device, or on a CPU its resident set."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     with suppress(OSError):  # only Linux has the file; getrusage may count a parent process's peak
-        if told := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(told[1]) * 1024
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:  # Windows
         return None
-    most = getrusage(RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -35,9 +35,9 @@ def load_run(
     found = load_checkpoint(module, optimizer, load_dir, None if tag is None else str(tag), options, extras)
     if found is None:
         folder = Path(load_dir)
-        told = ", ".join(complete(folder)) or "none"
-        told += "".join(f"; being written, or cut off: {path.name}" for path in unfinished(folder))
-        log.warning("nothing was loaded: %s has no `latest` (checkpoints there: %s)", load_dir, told)
+        names = ", ".join(complete(folder)) or "none"
+        names += "".join(f"; incomplete: {path.name}" for path in unfinished(folder))
+        log.warning("nothing was loaded: %s has no `latest` (its checkpoints: %s)", load_dir, names)
     return found
 
 
@@ -67,14 +67,14 @@ def load_run_state(
 
 def _check_run_state(state: Mapping[str, Any], lr_scheduler: Any) -> None:
     if missing := [key for key in KEYS if key not in state]:
-        raise ValueError(
-            f"load_state_dict needs the result of an engine's state_dict, not this: it lacks {missing}"
-        )
+        raise ValueError(f"load_state_dict needs the result of an engine's state_dict; {missing} are missing")
     if lr_scheduler is not None and state["lr_scheduler"] is None:
         raise ValueError(
             f"the state has no schedule, so this run's {type(lr_scheduler).__name__} would not continue at "
-            "the step that is loaded. To keep the schedule as it is, set "
-            'state["lr_scheduler"] = engine.lr_scheduler.state_dict() before the load'
+            'the loaded step. To keep the schedule unchanged, set state["lr_scheduler"] = '
+            "engine.lr_scheduler.state_dict() before the load"
         )
     if lr_scheduler is None and state["lr_scheduler"] is not None:
-        log.warning("the state of a schedule is not loaded, because this run has none: pass it to initialize")
+        log.warning(
+            "the schedule's state is not loaded, because this run has no schedule. Pass one to initialize"
+        )

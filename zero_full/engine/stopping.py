@@ -38,7 +38,7 @@ class Stopping:
             check_tag(tag)
         if not (client_state is None or callable(client_state) or isinstance(client_state, Mapping)):
             raise TypeError(
-                f"client_state is a dict or a function that returns one, and not {client_state!r}"
+                f"client_state must be a dict, or a function that returns one, not {client_state!r}"
             )
         self.optimizer, self.save = optimizer, save
         self.save_dir, self.tag, self.client_state = save_dir, tag, client_state
@@ -53,19 +53,19 @@ class Stopping:
         if not self.optimizer.stop_requested:
             return
         if (came := self.optimizer.signals.came) is not None:
-            log.info("%s has come to rank %d", came.name, this_rank())
+            log.info("rank %d received %s", this_rank(), came.name)
         self._save()
         sys.exit(0)
 
     def _save(self) -> None:
-        attempt, told = Attempt(self.optimizer, "on_signal"), dict[str, Any]()
+        attempt, saved = Attempt(self.optimizer, "on_signal"), dict[str, Any]()
         state = self.client_state
-        attempt(lambda: told.update(state() if callable(state) else state or {}))
+        attempt(lambda: saved.update(state() if callable(state) else state or {}))
         attempt.agree()
         try:
             wait_for_checkpoint(self.optimizer)
-        except CheckpointError as error:  # an earlier save has failed: this one is needed all the more
+        except CheckpointError as error:  # an earlier save failed, so this one is needed even more
             log.error("%s", error)
-        self.save(self.save_dir, self.tag, told)
+        self.save(self.save_dir, self.tag, saved)
         if this_rank() == 0:
-            log.warning("a signal has asked this run to stop: it is saved in %s, and ends", self.save_dir)
+            log.warning("stopping after a signal: the run is saved in %s", self.save_dir)

@@ -2,8 +2,9 @@
 
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -19,11 +20,19 @@ class Stopwatch:
         self.device, self.on = device, on
         self.seconds: dict[str, float] = defaultdict(float)  # by phase, since the last lap
 
-    def phases(self) -> dict[str, AbstractContextManager[None]]:
-        """Return a context manager for each phase that times its block; off, all are the same empty one."""
+    def phases(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """Return, by phase, a function whose context times its block. Off, the contexts do nothing."""
         if not self.on:
-            return dict.fromkeys(PHASES, nullcontext())
-        return {phase: Timed(self, phase) for phase in PHASES}
+            return dict.fromkeys(PHASES, nullcontext)
+        return {phase: partial(self._timed, phase) for phase in PHASES}
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += self.now() - start
 
     def now(self) -> float:
         """Return the time in seconds, after all work that is queued on the device."""
@@ -33,22 +42,6 @@ class Stopwatch:
 
     def lap(self, steps: int) -> str:
         """Return the mean times of a step over `steps` steps, as text, and reset them to zero."""
-        told = ", ".join(f"{name} {duration(seconds / steps)}" for name, seconds in self.seconds.items())
+        times = ", ".join(f"{name} {duration(seconds / steps)}" for name, seconds in self.seconds.items())
         self.seconds.clear()
-        return told or "nothing to time: forward, backward and step were not the engine's"
-
-
-class Timed:
-    """Reusable context manager: adds the seconds of its block to one phase of a stopwatch."""
-
-    def __init__(self, stopwatch: Stopwatch, phase: str) -> None:
-        self.stopwatch, self.phase = stopwatch, phase
-        self.starts: list[float] = []  # of the blocks that are open: a forward may run inside a forward
-
-    def __enter__(self) -> None:
-        self.starts.append(self.stopwatch.now())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stopwatch.seconds[self.phase] += self.stopwatch.now() - self.starts.pop()
+        return times or "no times: the loop did not call forward, backward or step of the engine"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_full._compat import default_store, keys_under
+from zero_full._compat import default_store, prefix_store
 from zero_full.comm.forked import only_here
 from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
@@ -212,6 +212,6 @@ def _run_id() -> str:
     mine = f"{time.time_ns():x}"
     if not dist.is_initialized():
         return mine
-    store: Any = keys_under("zero_full/recordings", default_store())
+    store: Any = prefix_store("zero_full/recordings", default_store())
     number = store.add(f"begun by {this_rank()}", 1)
     return str(store.compare_set(f"run {number}", "", mine).decode())

@@ -5,46 +5,45 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
+from zero_full.migrate.name_table import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
+from zero_full.migrate.rewrite import ManualChange, Rewrite
 from zero_full.migrate.scopes import ROOT
-from zero_full.migrate.script import Leftover, Rewrite
 
 POSITIONAL = 6  # positional arguments of initialize before the first unsupported one
-BY_NAME = {  # functions that take a package name
+IMPORT_FUNCTIONS = {  # functions that take a package name
     *("import_module", "__import__", "find_spec", "importorskip", "version", "metadata", "getLogger"),
 }
-ASKS = {"hasattr", "getattr", "setattr", "delattr"}
-OPEN = object()  # marks a value that is computed at run time
+ATTRIBUTE_FUNCTIONS = {"hasattr", "getattr", "setattr", "delattr"}
+UNKNOWN = object()  # marks a value that is computed at run time
 
 
-def look_at_calls(rewrite: Rewrite) -> Iterator[Leftover]:
+def find_other_uses(rewrite: Rewrite) -> Iterator[ManualChange]:
     """Yield the uses that renaming does not solve, with their lines."""
     engines = set(_engines(rewrite))
     missing = missing_of_engines()
     for node in ast.walk(rewrite.tree):
         if isinstance(node, ast.Call):
-            if rewrite.meant.get(node.func) == "zero_full.initialize":
-                yield from _arguments(node)
-            yield from _by_name(node)
-            yield from _marks(node, node.args[1:2] if getattr(node.func, "id", "") in ASKS else ())
+            if rewrite.new_names.get(node.func) == "zero_full.initialize":
+                yield from _initialize_arguments(node)
+            yield from _package_names(node)
+            yield from _parameter_attributes(
+                node, node.args[1:2] if getattr(node.func, "id", "") in ATTRIBUTE_FUNCTIONS else ()
+            )
         elif isinstance(node, ast.Attribute):
-            yield from _marks(node, [ast.Constant(node.attr)])
+            yield from _parameter_attributes(node, [ast.Constant(node.attr)])
             if node.attr in missing and ast.unparse(node.value) in engines:
-                yield Leftover(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
+                yield ManualChange(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in FOREIGN and (node.module or "").split(".")[0] != ROOT:
-                    told = f"{alias.name} makes {FOREIGN[alias.name]} run DeepSpeed itself"
-                    yield Leftover(
-                        node.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
-                    )
+                    yield ManualChange(node.lineno, _runs_deepspeed(alias.name, FOREIGN[alias.name]))
 
 
-def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Leftover]:
+def _parameter_attributes(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[ManualChange]:
     for name in names:
         mark = name.value if isinstance(name, ast.Constant) else None
         if isinstance(mark, str) and mark in PARAMETER:
-            yield Leftover(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
+            yield ManualChange(node.lineno, f"parameters have no {mark}. Instead: {PARAMETER[mark]}")
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -55,7 +54,7 @@ def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
             if isinstance(target, ast.Name) and isinstance(node, ast.Assign):
                 assigned.setdefault(target.id, []).append(node.value)
     for node in ast.walk(rewrite.tree):
-        if isinstance(node, ast.Call) and rewrite.meant.get(node.func) == "zero_full.initialize":
+        if isinstance(node, ast.Call) and rewrite.new_names.get(node.func) == "zero_full.initialize":
             for keyword in node.keywords:
                 if keyword.arg in ("config", "config_params"):
                     values = [keyword.value]
@@ -69,13 +68,13 @@ def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
 def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         pairs = [
-            (_literal(k) if k else OPEN, _literal(v)) for k, v in zip(node.keys, node.values, strict=True)
+            (_literal(k) if k else UNKNOWN, _literal(v)) for k, v in zip(node.keys, node.values, strict=True)
         ]
-        return {key: value for key, value in pairs if key is not OPEN and value is not OPEN}
+        return {key: value for key, value in pairs if key is not UNKNOWN and value is not UNKNOWN}
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return OPEN
+        return UNKNOWN
 
 
 def _engines(rewrite: Rewrite) -> Iterator[str]:
@@ -86,7 +85,7 @@ def _engines(rewrite: Rewrite) -> Iterator[str]:
         value, first = node.value, False
         if isinstance(value, ast.Subscript):
             value, first = value.value, True
-        if isinstance(value, ast.Call) and rewrite.meant.get(value.func) == "zero_full.initialize":
+        if isinstance(value, ast.Call) and rewrite.new_names.get(value.func) == "zero_full.initialize":
             for target in node.targets:
                 if first:
                     yield ast.unparse(target)
@@ -103,28 +102,30 @@ def missing_of_engines() -> dict[str, str]:
     return {name: text for name, text in ENGINE.items() if not hasattr(Engine, name)}
 
 
-def _arguments(call: ast.Call) -> Iterator[Leftover]:
+def _initialize_arguments(call: ast.Call) -> Iterator[ManualChange]:
     for keyword in call.keywords:
         if keyword.arg in ARGUMENTS:
-            told = f"initialize has no argument {keyword.arg}. Instead: {ARGUMENTS[keyword.arg]}"
-            yield Leftover(keyword.value.lineno, told)
+            text = f"initialize has no argument {keyword.arg}. Instead: {ARGUMENTS[keyword.arg]}"
+            yield ManualChange(keyword.value.lineno, text)
     if len(call.args) > POSITIONAL:
-        yield Leftover(
-            call.lineno, "initialize has no distributed_port: pass what comes after lr_scheduler by name"
+        yield ManualChange(
+            call.lineno, "initialize has no distributed_port: pass the arguments after lr_scheduler by name"
         )
 
 
-def _by_name(call: ast.Call) -> Iterator[Leftover]:
+def _package_names(call: ast.Call) -> Iterator[ManualChange]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    for value in call.args if name in BY_NAME else ():
+    for value in call.args if name in IMPORT_FUNCTIONS else ():
         text = value.value if isinstance(value, ast.Constant) else None
         if isinstance(text, str) and re.fullmatch(rf"{ROOT}(\.\w+)*", text):
-            yield Leftover(
-                value.lineno, f'{name}("{text}") asks for DeepSpeed by its name. Instead: "zero_full"'
+            yield ManualChange(
+                value.lineno, f'{name}("{text}") names the package deepspeed. Instead: "zero_full"'
             )
     for keyword in call.keywords:
         if keyword.arg == ROOT and name.endswith("TrainingArguments"):
-            told = f"{name}(deepspeed=...) makes transformers run DeepSpeed itself"
-            yield Leftover(
-                keyword.value.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
-            )
+            text = _runs_deepspeed(f"{name}(deepspeed=...)", "transformers")
+            yield ManualChange(keyword.value.lineno, text)
+
+
+def _runs_deepspeed(cause: str, library: str) -> str:
+    return f"{cause} makes {library} run DeepSpeed itself. Instead: your own loop with zero_full.initialize"

@@ -65,9 +65,9 @@ class Scopes(ast.NodeVisitor):
         self.fallbacks: list[tuple[Scope, ast.Name]] = []  # `deepspeed = None` in case the import fails
         self.blocks = {id(s): block for block in _blocks(tree) for s in block}
         self.visit(tree)
-        self._settle()
+        self._resolve()
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         for scope, name in self.fallbacks:
             if name.id in scope.imports:
                 self.loads.append((scope, name.id, Use((name,), ())))
@@ -80,8 +80,11 @@ class Scopes(ast.NodeVisitor):
                 binding.uses.append(use)
 
     def _bind(self, name: str) -> None:
-        scope = self.top if name in self.scope.of_module else self.scope
-        scope.others.add(name)
+        self._scope_of(name).others.add(name)
+
+    def _scope_of(self, name: str) -> Scope:
+        """Return the scope in which a binding of this name would be."""
+        return self.top if name in self.scope.of_module else self.scope
 
     # Imports ------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class Scopes(ast.NodeVisitor):
                 self._bind(local)
 
     def _import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias, local: str, path: str) -> None:
-        scope = self.top if local in self.scope.of_module else self.scope
+        scope = self._scope_of(local)
         binding = Binding(node, alias, local, path, scope, self.blocks[id(node)])
         scope.imports.setdefault(local, []).append(binding)
         self.bindings.append(binding)
@@ -134,9 +137,9 @@ class Scopes(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Record the targets of an assignment. `deepspeed = None` is a fallback for a failed import."""
-        nothing = isinstance(node.value, ast.Constant) and node.value.value in (None, False)
+        is_fallback = isinstance(node.value, ast.Constant) and node.value.value in (None, False)
         for target in node.targets:
-            if nothing and isinstance(target, ast.Name) and target.id not in self.scope.of_module:
+            if is_fallback and isinstance(target, ast.Name) and target.id not in self.scope.of_module:
                 self.fallbacks.append((self.scope, target))
             else:
                 self.visit(target)
@@ -156,13 +159,7 @@ class Scopes(ast.NodeVisitor):
         every += [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
         self._enter(Scope(self.scope, others={each.arg for each in every}), inside)
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """Enter an async function's scope."""
-        self.visit_FunctionDef(node)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Enter a lambda's scope."""
-        self.visit_FunctionDef(node)
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Enter a class's scope, whose names are not visible in its functions."""
@@ -190,17 +187,13 @@ class Scopes(ast.NodeVisitor):
         """Record names declared global."""
         self.scope.of_module.update(node.names)
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        """Bind the name of `except Error as name`."""
+    def visit_ExceptHandler(self, node: ast.ExceptHandler | ast.MatchAs) -> None:
+        """Bind the name of `except Error as name`, `case Pattern() as name` or `case name`."""
         if node.name:
             self._bind(node.name)
         self.generic_visit(node)
 
-    def visit_MatchAs(self, node: ast.MatchAs) -> None:
-        """Bind the name of `case Pattern() as name` or `case name`."""
-        if node.name:
-            self._bind(node.name)
-        self.generic_visit(node)
+    visit_MatchAs = visit_ExceptHandler  # noqa: N815
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import foreach_add, plain
+from zero_full._compat import clean_name, foreach_add
 from zero_full.kernels.load import compiled_for, operators
 from zero_full.optim.step import Kind, Peers, Piece, Stepper, by_kind, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
@@ -148,7 +148,7 @@ class Chances:
     def key(self, name: str) -> int:
         """The 64-bit key of a parameter, equal on all ranks."""
         if name not in self.keys:
-            made = hashlib.blake2b(f"{self.seed} {plain(name)}".encode(), digest_size=8).digest()
+            made = hashlib.blake2b(f"{self.seed} {clean_name(name)}".encode(), digest_size=8).digest()
             self.keys[name] = int.from_bytes(made, "little", signed=True)
         return self.keys[name]
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import hooks_aside, is_wrapped_by_schedule, without_hooks
+from zero_full._compat import disable_step_hooks, is_wrapped_by_schedule, unhooked_step
 from zero_full.kernels import reference
 from zero_full.kernels.load import operators
 
@@ -335,9 +335,9 @@ class TorchStep(Stepper):
     def _step(self) -> None:
         """Step without hooks, which run once per step, with parameters in the groups instead of pieces."""
         if steps_as_its_class(self.optimizer, self.own_step):
-            without_hooks(self.optimizer)()
+            unhooked_step(self.optimizer)()
             return
-        with hooks_aside(self.optimizer):
+        with disable_step_hooks(self.optimizer):
             self.own_step()
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ remainder. Only the first of them saves buffers.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.checkpoint.save import Taken, share_of
 from zero_full.shard.contents.state import entry_of
 from zero_full.shard.group.parameters import FlatParameters
@@ -48,7 +48,9 @@ def _sizes(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[
             key, _ = entry_of(chunk.key) or (chunk.key, "")
             name = key.partition("/")[2]
             by_name[name] = by_name.get(name, 0) + chunk.values.itemsize
-    named = [(flat, member, plain(member.name)) for flat in optimizer.parts.flats for member in flat.members]
+    named = [
+        (flat, member, clean_name(member.name)) for flat in optimizer.parts.flats for member in flat.members
+    ]
     for _, member, name in named:
         if name in by_name:
             by_group.setdefault(member.group, by_name[name])

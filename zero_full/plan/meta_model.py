@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full._compat import held_by
+from zero_full._compat import parameters_and_children
 
 
 def meta_copy_of(model: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ class _Copier:
             nn.Module.register_parameter(made, name, self._parameter(param))
         for name, buffer in _own(module.named_buffers):
             nn.Module.register_buffer(made, name, self._tensor(buffer))
-        _, children = held_by(module)
+        _, children = parameters_and_children(module)
         for name, child in children.items():  # includes a second name of the same child
             if child is not None:
                 nn.Module.add_module(made, name, self.of(child))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve
-from zero_full.config.read import read
-from zero_full.config.together import MICRO, TRAIN
+from zero_full.config.json_parser import read
+from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages

@@ -1,4 +1,4 @@
-"""Validation of the arguments of `initialize`, before anything is built: one sentence for each mistake."""
+"""Validation of the arguments of `initialize`, before anything is built."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -26,31 +26,31 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError for an argument of the wrong type, or two that exclude each other."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize needs a model, an nn.Module, and got {_kind(model)}")
-    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
-        raise TypeError(
-            f"optimizer must be an optimizer, or a class or function that makes one, not {_kind(optimizer)}"
-        )
-    if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
-        raise TypeError(
-            f"lr_scheduler must be a schedule, or a function that makes one, not {_kind(lr_scheduler)}"
-        )
-    if not (wrap is None or callable(wrap)):
-        raise TypeError(f"wrap must be a function of a module's name and the module, not {_kind(wrap)}")
+        raise ValueError(f"model must be an nn.Module, not {_kind(model)}")
+    _check_type(
+        "optimizer",
+        optimizer,
+        isinstance(optimizer, Optimizer) or callable(optimizer),
+        "an optimizer, or a class or function that returns one",
+    )
+    is_schedule = callable(lr_scheduler) or hasattr(lr_scheduler, "step")
+    _check_type("lr_scheduler", lr_scheduler, is_schedule, "a schedule, or a function that returns one")
+    _check_type("wrap", wrap, callable(wrap), "a function of a module's name and the module")
     given = [name for name, value in groups.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} say the same thing twice: pass one of them")
-    for name, kind in (
-        ("process_group", dist.ProcessGroup),
-        ("mesh", DeviceMesh),
-        ("topology", Topology),
-    ):
-        value = groups[name]
-        fine = value is None or isinstance(value, kind) or value == dist.GroupMember.NON_GROUP_MEMBER
-        if not fine:  # a rank outside the group gets its own error later
-            raise TypeError(f"{name} must be a {kind.__name__}, not {_kind(value)}")
-    if groups["mpu"] is not None and not hasattr(groups["mpu"], "get_data_parallel_group"):
-        raise TypeError(f"mpu must have get_data_parallel_group(), and {_kind(groups['mpu'])} has not")
+        raise ValueError(f"{' and '.join(given)} exclude each other: pass one of them")
+    for name, kind in (("process_group", dist.ProcessGroup), ("mesh", DeviceMesh), ("topology", Topology)):
+        # A rank outside the group gets its own error later.
+        is_valid = isinstance(groups[name], kind) or groups[name] == dist.GroupMember.NON_GROUP_MEMBER
+        _check_type(name, groups[name], is_valid, f"a {kind.__name__}")
+    has_method = hasattr(groups["mpu"], "get_data_parallel_group")
+    _check_type("mpu", groups["mpu"], has_method, "an object with get_data_parallel_group()")
+
+
+def _check_type(name: str, value: Any, is_valid: bool, expected: str) -> None:
+    """Raise TypeError for an invalid argument, unless it is None."""
+    if value is not None and not is_valid:
+        raise TypeError(f"{name} must be {expected}, not {_kind(value)}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -58,25 +58,25 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
             raise ValueError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}, which averages or shards by "
-                "itself: pass the module that is inside"
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, which averages or shards "
+                "itself. Pass the wrapped module"
             )
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
-                f"{name} has no shape yet, because its module is lazy: run a batch through the model before "
-                "initialize, on every rank"
+                f"{name} has no shape yet, because its module is lazy. Run a batch through the model on "
+                "every rank before initialize"
             )
         if type(param.data) is not torch.Tensor and hasattr(param, "device_mesh"):
             raise ValueError(
-                f"{name} is a DTensor: parallelize_module, fully_shard or from_pretrained(tp_plan=...) has "
-                "sharded it already. Pass the model as it was constructed"
+                f"{name} is a DTensor, which parallelize_module, fully_shard or from_pretrained(tp_plan=...) "
+                "has sharded already. Pass the model as it was constructed"
             )
     _check_views(model)
 
 
 def _check_views(model: nn.Module) -> None:
-    """Raise for a buffer in a parameter's memory: parameters move to flat buffers, and it would not."""
+    """Raise if a buffer is a view of a parameter: parameters move to other memory, and it would not."""
     named = [
         (name, p) for name, p in model.named_parameters() if has_values(p) and not is_lazy(p) and p.numel()
     ]
@@ -84,55 +84,54 @@ def _check_views(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if not has_values(buffer) or not buffer.numel():
             continue
-        whose = owner.get(buffer.untyped_storage().data_ptr())
-        if whose is not None:
+        viewed = owner.get(buffer.untyped_storage().data_ptr())
+        if viewed is not None:
             raise ValueError(
-                f"the buffer {name} is a view of the parameter {whose}, and would not follow it any more: "
-                "give the buffer memory of its own (clone()), or compute it in forward"
+                f"buffer {name} is a view of parameter {viewed}, whose memory initialize replaces. Clone the "
+                "buffer, or compute it in forward"
             )
 
 
 def check_training_data(data: Any) -> None:
     """Raise TypeError if `data` is neither a dataset nor iterable."""
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if not (data is None or has_items or hasattr(data, "__iter__")):
-        raise TypeError(f"training_data must be a dataset, not {_kind(data)}")
+    _check_type("training_data", data, has_items or hasattr(data, "__iter__"), "a dataset")
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise if the optimizer cannot train the model: wrapped before, unusable options, other parameters."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"the function that was passed as optimizer must return one, not {_kind(optimizer)}")
+        raise TypeError(f"optimizer: the function must return an optimizer, not {_kind(optimizer)}")
     state: Any = optimizer.state
     if isinstance(state, StateByParameter):
         raise ValueError(
-            "this optimizer was given to an engine before, and steps pieces of that one's parameters: make a "
-            "new one of the model's parameters"
+            "this optimizer belongs to another engine, whose shards it steps. Create a new one from the "
+            "model's parameters"
         )
     if _needs_closure(optimizer) and not hasattr(optimizer, "zero_full_stepper"):
         name = type(optimizer).__name__
         raise TypeError(
-            f"{name} cannot step here: its step() needs a closure and may call it many times, and a step "
-            f"here has one backward pass. Use another optimizer, or stage 0 with {name} outside of the "
-            f"engine: call initialize without an optimizer, and {name}.step(closure) in the loop"
+            f"{name} cannot step here: its step() needs a closure, which it may call many times, but the "
+            f"engine runs one backward pass per step. Use another optimizer. Or use stage 0, call initialize "
+            f"without an optimizer, and call {name}.step(closure) in the loop"
         )
     problem = invalid_option(optimizer.param_groups)
     if problem:
         raise ValueError(problem)
     in_model = set(model.parameters())
     given = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
-    strange = [f"one of shape {tuple(param.shape)}" for param in given if param not in in_model]
-    forgotten = untrained(optimizer, model)
-    if strange and forgotten and len(strange) < len(given):
+    unknown = [f"one of shape {tuple(param.shape)}" for param in given if param not in in_model]
+    missing = untrained_parameters(optimizer, model)
+    if unknown and missing and len(unknown) < len(given):
         raise ValueError(
-            f"the optimizer has {len(strange)} parameters that are not in the model ({listed(strange)}), "
-            f"and not {listed(forgotten)}, which require gradients: was the model changed after the "
-            "optimizer was made? Make it of the parameters of the model that initialize gets"
+            f"the optimizer has {len(unknown)} parameters that are not in the model ({listed(unknown)}), and "
+            f"lacks {listed(missing)}, which require gradients. Perhaps the model was changed after the "
+            "optimizer was created: create it from the parameters of the model that initialize gets"
         )
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` has a closure that cannot be left out, as torch's LBFGS has."""
+    """Return whether `step` has a required closure, as torch's LBFGS has."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -149,25 +148,25 @@ def check_scale(
     in_fp16 = [name for name, p in named if type_of(p.dtype) == torch.float16]
     if in_fp16 and not isinstance(optimizer, NoOptimizer):
         raise ValueError(
-            f"the model has {listed(in_fp16)} in fp16, and the configuration does not: without a loss scale "
-            'small gradients would become zero. Set "fp16": {"enabled": true} (its loss_scale may be 1) or '
-            '"bf16": {"enabled": true}, or pass model.float()'
+            f"fp16 is not enabled, but the model has fp16 parameters ({listed(in_fp16)}): without a loss "
+            'scale small gradients would underflow to zero. Set "fp16": {"enabled": true} (its loss_scale '
+            'may be 1) or "bf16": {"enabled": true}, or pass model.float()'
         )
 
 
-def untrained(optimizer: Optimizer, model: nn.Module) -> list[str]:
+def untrained_parameters(optimizer: Optimizer, model: nn.Module) -> list[str]:
     """Return the names of parameters that require gradients and are in no group of the optimizer."""
-    listed_ones = {param for group in optimizer.param_groups for param in group["params"]}
-    return [name for name, p in model.named_parameters() if p.requires_grad and p not in listed_ones]
+    in_groups = {param for group in optimizer.param_groups for param in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and p not in in_groups]
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer) -> None:
     """Raise if a schedule would move the learning rate of another optimizer."""
-    drives = getattr(schedule, "optimizer", None)
-    if isinstance(drives, Optimizer) and drives is not optimizer:
+    driven = getattr(schedule, "optimizer", None)
+    if isinstance(driven, Optimizer) and driven is not optimizer:
         raise ValueError(
-            f"lr_scheduler drives another optimizer ({type(drives).__name__}) than the one that is trained: "
-            "make it from the optimizer that initialize gets, or pass a function of the optimizer"
+            f"lr_scheduler drives another optimizer ({type(driven).__name__}) than the one passed to "
+            "initialize. Create it from that optimizer, or pass a function of the optimizer"
         )
 
 

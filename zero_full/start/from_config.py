@@ -1,4 +1,4 @@
-"""Translation of a DeepSpeed configuration into `Settings`, a loss scaler and groups. Builds nothing."""
+"""Convert a DeepSpeed configuration to `Settings`, a loss scaler and shard groups. Builds nothing."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
-from zero_full.config.report import entries
+from zero_full.config.messages import entries
 from zero_full.config.schema import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zero_full.offload import BlockTier, DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
@@ -16,7 +16,7 @@ from zero_full.precision.dtypes import NAMES
 from zero_full.settings import Gathering, Settings
 from zero_full.shard.passes.backward import Accumulation
 
-PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # may differ between ranks
+MAY_DIFFER = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # between ranks
 
 
 def settings_of(config: Config) -> Settings:
@@ -68,7 +68,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
-    """Return how many neighbouring ranks share one copy of the state (`mics_shard_size`); None: all."""
+    """Return how many consecutive ranks share one copy of the state (`mics_shard_size`); None: all."""
     zero = config.zero_optimization
     return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
 
@@ -121,7 +121,7 @@ def _checks_overflow(config: Config) -> bool:
 
 
 def scales(config: Config) -> bool:
-    """Return whether backward runs in fp16, where small gradients need a loss scale."""
+    """Return whether backward runs in fp16, so that small gradients need a loss scale."""
     autocast = config.torch_autocast
     return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
 
@@ -155,5 +155,5 @@ def scaler_of(config: Config) -> StaticScale:
 
 def facts_of_config(config: Config) -> dict[str, Any]:
     """Return the keys and values that must be equal on all ranks."""
-    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in MAY_DIFFER)
     return {entry.key: entry.value for entry in keys}

@@ -1,6 +1,6 @@
 """Checks across ranks before anything is built: raise on all ranks if one fails, or if two differ.
 
-Ranks that differ would issue different collectives later, and wait for each other without end.
+Ranks that differ would issue different collectives later, and hang.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_full._compat import backend_of, default_store, keys_under
+from zero_full._compat import backend_of, default_store, prefix_store
 from zero_full.comm.devices import shared_among, told
 from zero_full.comm.error_dedup import told_once
 from zero_full.comm.fake_ranks import PretendedGroup
@@ -24,9 +24,9 @@ from zero_full.formatting import ranks_listed
 
 log = logging.getLogger("zero_full")
 Returned = TypeVar("Returned")
-LOOK_S = 0.01  # seconds between two polls of the store
+POLL_S = 0.01  # seconds between two polls of the store
 Facts = Mapping[str, Any]
-SHOWN = 8  # differences in a message, at most
+SHOWN = 8  # largest number of differences in a message
 
 
 def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
@@ -46,7 +46,14 @@ def members_of(topology: Topology) -> list[int]:
     return sorted({rank for group in groups_of(topology) for rank in dist.get_process_group_ranks(group)})
 
 
-def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
+def _store_of_call(purpose: str, ranks: Sequence[int]) -> Any:
+    """Return a part of the store for this call: each rank numbers its calls with this purpose."""
+    name = f"zero_full/{purpose}/{'-'.join(map(str, ranks))}"
+    number = prefix_store(name, default_store()).add(f"times/{this_rank()}", 1)
+    return prefix_store(f"{name}/{number}", default_store())
+
+
+def gather_objects(mine: Any, topology: Topology) -> dict[int, Any]:
     """Gather an object from every rank, by global rank. Every rank must call this."""
     known = {this_rank(): mine}
     for group in groups_of(topology):
@@ -56,39 +63,39 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise CommunicationError(
-                f"rank {group.rank()} of {group.size()}: the meeting of all ranks in initialize failed: "
-                f"{reason}\nUsually another rank has failed first (look for the earliest error) or does not "
-                "call initialize"
+                f"rank {group.rank()} of {group.size()}: all_gather_object in initialize failed: {reason}\n"
+                "Usually another rank failed first (look for the earliest error), or does not call initialize"
             ) from error
         known = {rank: each for answer in answers for rank, each in answer.items()}
     return dict(sorted(known.items()))
 
 
-class RollCall:
-    """Counts in the process group's store which ranks have called `initialize`. Created by every rank."""
+class StartupBarrier:
+    """Waits until all ranks have called `initialize`, with a timeout. Every rank creates one.
+
+    Uses the process group's store, because a collective would hang if a rank is missing.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.ranks = members_of(topology)
         if self.ranks:
-            name = f"zero_full/initialize/{'-'.join(map(str, self.ranks))}"
-            times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
-            self.store = keys_under(f"{name}/{times}", default_store())
+            self.store = _store_of_call("initialize", self.ranks)
             self.store.set(str(this_rank()), "")
 
-    def wait(self, patience_s: float) -> None:
-        """Wait until all ranks have called `initialize`; DesyncError after `patience_s` seconds."""
-        deadline = time.monotonic() + patience_s
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all ranks have called `initialize`; DesyncError after `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
         while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
             if time.monotonic() > deadline:
                 lines = [
-                    f"rank {rank}: did not come within {patience_s:g} s; last seen at no call yet"
+                    f"rank {rank}: did not come within {timeout_s:g} s; last seen at no call yet"
                     for rank in absent
                 ]
                 raise DesyncError("\n  ".join(["the ranks part ways at initialize:", *lines]))
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
-def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
+def check_shared_devices(topology: Topology, device: torch.device) -> None:
     """Raise SharedDeviceError on every rank if two ranks share a device and the backend does not allow it.
 
     NCCL itself would hang in its first collective, or report a duplicate GPU.
@@ -98,38 +105,34 @@ def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
     backend = backend_of(groups_of(topology)[0], device)
     if backend == "gloo":
         return
-    name = f"zero_full/devices/{'-'.join(map(str, ranks))}"
-    times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
-    shared = shared_among(keys_under(f"{name}/{times}", default_store()), ranks, this_rank(), device)
+    shared = shared_among(_store_of_call("devices", ranks), ranks, this_rank(), device)
     if shared:
         raise SharedDeviceError(
-            f"{told(shared)}, and {backend} wants one for each. Either call zero_full.init_distributed() "
-            "instead of torch.distributed.init_process_group: where ranks have one device, their slices go "
-            "through the host's memory. Or give each rank its own: torch.accelerator.set_device_index(...)"
+            f"{told(shared)}, but {backend} needs one for each rank. Call zero_full.init_distributed() "
+            "instead of torch.distributed.init_process_group: then ranks that share a device stage shards in "
+            "host memory. Or give each rank its own device: torch.accelerator.set_device_index(...)"
         )
 
 
 def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     """Call `act` and return its result; if it raises on any rank, raise on all. Every rank must call this."""
-    made, failure = None, None
+    result, failure = None, None
     try:
-        made = act()
+        result = act()
     except (DesyncError, SharedDeviceError):  # a rank is missing, or all ranks raise this: do not gather
         raise
     except Exception as error:
         failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failures = {rank: text for rank, text in everyones(told, topology).items() if text is not None}
-    if failure is not None:
-        raise told_once(failure, _first_with(told, failures, members_of(topology)))
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = {rank: each for rank, each in gather_objects(text, topology).items() if each is not None}
     if failures:
-        rank, text = next(iter(failures.items()))
-        theirs = RuntimeError(f"initialize failed on rank {rank}: {text}")
-        raise told_once(theirs, _first_with(text, failures, members_of(topology)))
-    return made  # type: ignore[return-value]
+        rank, first_text = next(iter(failures.items()))
+        own_error = failure or RuntimeError(f"initialize failed on rank {rank}: {first_text}")
+        raise told_once(own_error, _ranks_with(text or first_text, failures, members_of(topology)))
+    return result  # type: ignore[return-value]
 
 
-def _first_with(text: str | None, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
+def _ranks_with(text: str, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
     """Return the ranks that failed with this text. With the first text come the ranks that did not fail."""
     alike = [rank for rank in failures if failures[rank] == text]
     is_first = text == next(iter(failures.values()))
@@ -137,23 +140,25 @@ def _first_with(text: str | None, failures: Mapping[int, str], ranks: Sequence[i
 
 
 def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str = "") -> None:
-    """Raise DisagreementError on every rank if facts differ between ranks. Every rank must call this.
+    """Raise DisagreementError on every rank if values differ between ranks. Every rank must call this.
 
-    sections    facts by name of a section
+    sections    names and values, by section
     may_differ  the section whose differences are only a warning, on the first rank
     """
     digests = {name: _digest(facts) for name, facts in sections.items()}
-    known = everyones(digests, topology)
+    known = gather_objects(digests, topology)
     differing = [name for name in sections if len({each[name] for each in known.values()}) > 1]
     if not differing:
         return
     if differing == [may_differ]:
-        everyone = everyones(sections[may_differ], topology)
+        everyone = gather_objects(sections[may_differ], topology)
         if this_rank() == min(everyone):
-            log.warning("%s", _disagreement(everyone, f"the ranks do not have the same {may_differ}:"))
+            log.warning("%s", _disagreement(everyone, f"the ranks have different {may_differ}:"))
         return
     mine = {key: value for name in differing for key, value in sections[name].items() if name != may_differ}
-    error = DisagreementError(_disagreement(everyones(mine, topology), "the ranks were not given the same:"))
+    error = DisagreementError(
+        _disagreement(gather_objects(mine, topology), "the ranks were given different arguments:")
+    )
     raise told_once(error, members_of(topology))
 
 
@@ -173,13 +178,13 @@ def _disagreement(known: Mapping[int, Facts], heading: str) -> str:
                 f"{key}: " + "; ".join(f"{value} on {ranks_listed(ranks)}" for value, ranks in values.items())
             )
     if not lines:
-        lines = ["the same things in another order"]
+        lines = ["the same values in another order"]
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return "\n  ".join([heading, *lines[:SHOWN]]) + more
 
 
 def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Return the facts of a model and its optimizer that must be equal on all ranks, in sections."""
+    """Return the properties of a model and its optimizer that must be equal on all ranks, in sections."""
     return {
         "optimizer": dict(_optimizer_facts(base)),
         "parameters": dict(_parameter_facts(model, base)),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.errors import CheckpointError
@@ -112,10 +112,10 @@ class SavedSource(Source):
 
     def completed(self) -> "SavedSource":
         """Normalize names and compute the identity, after all tensors were added."""
-        self.tensors = {plain(key): stored for key, stored in self.tensors.items()}
-        self._places = {plain(key): place for key, place in self._places.items()}
-        self.aliases = {plain(alias): plain(name) for alias, name in self.aliases.items()}
-        self.numbers = {plain(key): numbers for key, numbers in self.numbers.items()}
+        self.tensors = {clean_name(key): stored for key, stored in self.tensors.items()}
+        self._places = {clean_name(key): place for key, place in self._places.items()}
+        self.aliases = {clean_name(alias): clean_name(name) for alias, name in self.aliases.items()}
+        self.numbers = {clean_name(key): numbers for key, numbers in self.numbers.items()}
         for key in ("frozen", "members"):
             if key in self.shared:
                 self.shared[key] = [_plain_names(each) for each in self.shared[key]]
@@ -126,7 +126,7 @@ class SavedSource(Source):
 
 
 def _plain_names(names: Any) -> Any:
-    return plain(names) if isinstance(names, str) else [plain(name) for name in names]
+    return clean_name(names) if isinstance(names, str) else [clean_name(name) for name in names]
 
 
 def with_values(nest: Any) -> Any:

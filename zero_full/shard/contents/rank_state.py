@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.optim.one_bit import MASK
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard.contents.state import Contents, as_dict
@@ -61,7 +61,7 @@ def facts_of(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
     return {
         "optimizer": type(contents.base).__name__,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
-        "asleep": [plain(member.name) for group in asleep for member in group.members],
+        "asleep": [clean_name(member.name) for group in asleep for member in group.members],
         "scaler": scaler.state_dict(),
         "stepper": contents.stepper.state_dict(),
     }

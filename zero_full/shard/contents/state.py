@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.deal.dealer import Sharded
@@ -128,7 +128,7 @@ class Contents:
         return part + (f"@expert{experts.rank}" if expert and experts is not None else "")
 
     def _key(self, group: ParameterGroup, name: str) -> str:
-        return f"{PARAMETERS}{self.part(group.kind.expert)}/{plain(name)}"
+        return f"{PARAMETERS}{self.part(group.kind.expert)}/{clean_name(name)}"
 
     def key_of(self, tensor: Tensor, name: str) -> str:
         """Return the key of one of the model's tensors, even if this rank has no element of it."""
@@ -136,7 +136,7 @@ class Contents:
             group, member = self.parts.places[tensor]  # type: ignore[index]
             return self._key(group, member.name)
         kind = PARAMETERS if isinstance(tensor, Parameter) else BUFFERS
-        return f"{kind}{self.part(expert=self.groups.expert is not None)}/{plain(name)}"
+        return f"{kind}{self.part(expert=self.groups.expert is not None)}/{clean_name(name)}"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all parameters in flat buffers, by key."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full._compat import BESIDE_VALUES, has_compatible_type, without_overrides
+from zero_full._compat import METADATA, has_compatible_type, without_overrides
 from zero_full.nested import tensors_in
 from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.registry import owner_of
@@ -23,7 +23,7 @@ from zero_full.shard.group.registry import owner_of
 PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
     *("is_cuda", "is_cpu", "is_meta", "is_quantized", "grad", "nbytes", "itemsize"),
-    *BESIDE_VALUES,
+    *METADATA,
 )
 METHODS = (
     *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
-from zero_full._compat import held_by, version_of
+from zero_full._compat import parameters_and_children, version_of
 from zero_full.shard.group.checksum import digest_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import Member
@@ -30,11 +30,13 @@ class ModelWatch(Guard):
     def _remember(self) -> None:
         self.names |= {p: name for name, p in self.model.named_parameters()}
         self.slots = list(self._slots())
-        self.sizes = [(held, len(held)) for module in self.model.modules() for held in held_by(module)]
+        self.sizes = [
+            (held, len(held)) for module in self.model.modules() for held in parameters_and_children(module)
+        ]
 
     def _slots(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self.model.modules():
-            for held in held_by(module):
+            for held in parameters_and_children(module):
                 yield from ((held, key, value) for key, value in held.items())
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero_full._compat import current_backward, when_backward_ends
+from zero_full._compat import current_backward, queue_backward_callback
 from zero_full.precision.scaler import StaticScale
 
 NOT_SCALED = (
@@ -141,7 +141,7 @@ class BackwardPass:
     def when_autograd_ends(self, act: Callable[[], None]) -> None:
         """Run `act` at the end of the autograd pass that this is called from; never outside of one."""
         if current_backward() >= 0:
-            when_backward_ends(act)
+            queue_backward_callback(act)
 
     def is_at_work(self) -> bool:
         """Return whether autograd is running this pass, and not a recomputed part of it."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import arrival_hooks, current_backward, without_overrides
+from zero_full._compat import current_backward, post_accumulate_grad_hooks, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
@@ -336,7 +336,7 @@ class GradientReducer:
         """Move our hooks behind the user's, which must see a gradient before it moves to a flat buffer."""
         for param in params:
             hooks = self.hooks[param]
-            if next(reversed(arrival_hooks(param))) != hooks[0].id:
+            if next(reversed(post_accumulate_grad_hooks(param))) != hooks[0].id:
                 hooks[0].remove()
                 hooks[0] = self._watch_arrival(param)
 

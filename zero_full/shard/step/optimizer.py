@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import STEPPED, load_hooks, plain, state_dict_hooks
+from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, NotFiniteError
@@ -363,7 +363,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.unfinished.change()
             self.delayed.begin(stepper, stepped, used, factor)
             self.gradients.note_step(factor, multiplied=not stepper.fuses)
-            setattr(self.base, STEPPED, True)
+            setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
         parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
@@ -379,7 +379,7 @@ class ZeroOptimizer(OptimizerProxy):
         if self.waiting is not None and self.waiting.can_lose:
             raise_on_all_ranks(self.groups, self.waiting.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
-        setattr(self.base, STEPPED, True)
+        setattr(self.base, OPT_CALLED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
         # parameters that it has saved have changed in place.
         increment_version([m.param for group in stepped for m in group.members if m in used])
@@ -524,7 +524,7 @@ class ZeroOptimizer(OptimizerProxy):
     def wake_all_but(self, asleep: Container[str]) -> None:
         """Make masters of parameters that are asleep in this run and were trained in the saved one."""
         for group in self.trained:
-            if group.asleep and any(plain(member.name) not in asleep for member in group.members):
+            if group.asleep and any(clean_name(member.name) not in asleep for member in group.members):
                 self.reducer.wake(group)
 
     def check_between_steps(self, call: str) -> None:

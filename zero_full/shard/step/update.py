@@ -9,7 +9,7 @@ from math import inf
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import plain
+from zero_full._compat import clean_name
 from zero_full.comm.lane import Lane
 from zero_full.offload import Flow, Tier
 from zero_full.optim.elementwise import own_stepper
@@ -71,7 +71,9 @@ class Steppers:
             awake = [group for group in everything if not group.asleep]
             members = {member for group in awake for member in group.members}
             pieces = [piece for group in awake for piece in group.master.pieces.values()]
-            pieces.sort(key=lambda piece: plain(piece.name))  # an order that does not depend on the buckets
+            pieces.sort(
+                key=lambda piece: clean_name(piece.name)
+            )  # an order that does not depend on the buckets
             if self.own.whole_rule is not None:
                 deal_owners(self.owners, awake, self.own.whole_rule)
             self.own.attach(pieces, self.peers_of(awake, members, self.lane, self.owners))

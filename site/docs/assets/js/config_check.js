@@ -34,8 +34,8 @@ const zeroCheck = (() => {
     lower: (value) => (typeof value === "string" ? value.toLowerCase() : value),
     capital: (value) =>
       typeof value === "string" ? value.slice(0, 1).toUpperCase() + value.slice(1).toLowerCase() : value,
-    never_is_none: (value) => (value === Infinity ? null : value),
-    nothing_is_empty: (value) => (value === null || value === false ? new Map() : value),
+    infinity_is_none: (value) => (value === Infinity ? null : value),
+    null_is_empty: (value) => (value === null || value === false ? new Map() : value),
     short_dtype: (value) => {
       if (typeof value !== "string") return value
       const bare = value.toLowerCase().replace(/^torch\./, "")
@@ -138,25 +138,25 @@ const zeroCheck = (() => {
     }
     if (near) return ["unknown key", `did you mean ${dotted([...above, near])}?`]
     if (here.includes("params")) {
-      return ["unknown key", `arguments of the ${path[0]} belong in ${dotted([...above, "params"])}`]
+      return ["unknown key", `put arguments of the ${path[0]} into ${dotted([...above, "params"])}`]
     }
     const known = here.length <= 12 ? `; the keys here are ${here.join(", ")}` : ""
-    return [`unknown key, and none is spelled like it${known}`, "remove it"]
+    return [`unknown key, and no key has a similar name${known}`, "remove it"]
   }
 
   function explained(fault, spelled) {
     const path = asWritten(fault.path, spelled)
     if (fault.unknown) return notice(path, "refused", ...strange(fault.path))
     if (fault.missing) {
-      return notice(path, "refused", "missing", `give its name, or remove ${dotted(fault.path.slice(0, -1))}`)
+      return notice(path, "refused", "missing", `set it, or remove ${dotted(fault.path.slice(0, -1))}`)
     }
     if (fault.value === "auto") return unfilled(path, fault.expected)
     return notice(path, "refused", `got ${shown(fault.value)}, expected ${fault.expected}`)
   }
 
   function unfilled(path, expected) {
-    const why = '"auto" is filled in by Hugging Face\'s Trainer alone'
-    return notice(path, "refused", why, `a value is needed here: ${expected}`)
+    const why = 'only Hugging Face\'s Trainer fills in "auto"'
+    return notice(path, "refused", why, `set a value: ${expected}`)
   }
 
   // Second names ------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ const zeroCheck = (() => {
       const value = level.get(old)
       level.delete(old)
       if (level.has(now)) {
-        const why = `the same key as ${dotted([...above, now])}, and both are given`
-        notices.push(notice([...above, old], "refused", why, "keep one"))
+        const why = `an alias of ${dotted([...above, now])}, which is set as well`
+        notices.push(notice([...above, old], "refused", why, "remove one of them"))
         continue
       }
       level.set(now, value)
@@ -196,7 +196,7 @@ const zeroCheck = (() => {
 
   function offloadAsItWas(zero, spelled) {
     if ((zero.get(OFFLOAD) ?? null) !== null) {
-      return [notice([ZERO, OLD_OFFLOAD], "refused", `deprecated, and ${OFFLOAD} is given as well`, "remove it")]
+      return [notice([ZERO, OLD_OFFLOAD], "refused", `deprecated, and ${OFFLOAD} is set as well`, "remove it")]
     }
     const pin = zero.get(OLD_PIN) ?? null, made = new Map([["device", "cpu"]])
     zero.delete(OLD_OFFLOAD)
@@ -298,7 +298,7 @@ const zeroCheck = (() => {
   }
 
   function* assumptions(config, raw, bad) {
-    for (const { key, why, remedy } of knownRules(zeroConfigRules.assumed(config), bad)) {
+    for (const { key, why, remedy } of knownRules(zeroConfigRules.assumed_defaults(config), bad)) {
       const found = key.split(".").reduce((level, name) => (level instanceof Map ? level.get(name) : undefined), raw)
       if (found === undefined) yield notice(key.split("."), "assumed", why, remedy)
     }
@@ -314,9 +314,9 @@ const zeroCheck = (() => {
       ...faults.map((fault) => explained(fault, spelled)),
       ...wrongSwitches(entries),
       ...remarked(entries, config, spelled, bad),
-      ...together(entries, rules.clashes(config, world), spelled, bad),
+      ...together(entries, rules.conflicts(config, world), spelled, bad),
       ...unfilledArguments(config),
-      ...together(entries, rules.idle_together(config), spelled, bad),
+      ...together(entries, rules.ineffective_keys(config), spelled, bad),
       ...assumptions(config, raw, bad),
     ]
     notices.sort((one, other) => (one.kind !== "refused") - (other.kind !== "refused"))
@@ -335,8 +335,8 @@ const zeroCheck = (() => {
     try {
       parsed = zeroRead.parse(text)
       if (!(parsed.value instanceof Map)) {
-        const place = parsed.places.get(zeroRead.keyOf([])), remedy = "write its keys and values between { and }"
-        throw new zeroRead.NotJson("a configuration is an object", remedy, place)
+        const place = parsed.places.get(zeroRead.keyOf([])), remedy = "write keys and values between { and }"
+        throw new zeroRead.NotJson("a configuration must be an object", remedy, place)
       }
     } catch (error) {
       if (!(error instanceof zeroRead.NotJson)) throw error
@@ -348,7 +348,7 @@ const zeroCheck = (() => {
       while (!parsed.places.has(zeroRead.keyOf(path))) path = path.slice(0, -1)
       return parsed.places.get(zeroRead.keyOf(path))
     }
-    const twice = parsed.repeated.map(([path, place]) => [place, notice(path, "refused", "written twice in one object", "keep one")])
+    const twice = parsed.repeated.map(([path, place]) => [place, notice(path, "refused", "duplicate key", "remove one of them")])
     const said = [...twice, ...examined.notices.map((each) => [nearest(each.path), each])].map(([place, each]) =>
       verdict(each.path, place, each.kind, messageOf(each), each.remedy, lineOf(each)))
     return { verdicts: inOrder([...inOrder(said), ...calm(parsed, examined, said, nearest)]), world: ranks }
@@ -386,7 +386,7 @@ const zeroCheck = (() => {
       if (loud.has(keyOf(path)) || around.has(keyOf(path))) continue
       let [kind, message] = lookup(asWritten(path, firstNames))
       for (const each of above(path).slice(1)) {
-        if (refused.has(keyOf(each))) [kind, message] = ["unread", `${dotted(each)} is refused`]
+        if (refused.has(keyOf(each))) [kind, message] = ["unread", `${dotted(each)} is invalid`]
       }
       made.push(verdict(path, place, kind, message, "", message ? `${dotted(path)}: ${message}` : ""))
     }
@@ -395,7 +395,7 @@ const zeroCheck = (() => {
 
   function lookupOf({ config, bad, entries }) {
     const byKey = new Map(entries.map((entry) => [zeroRead.keyOf(entry.path), entry]))
-    const unread = new Map(knownRules(zeroConfigRules.unread_together(config), bad).map(({ key, why }) => [key, why]))
+    const unread = new Map(knownRules(zeroConfigRules.unread_keys(config), bad).map(({ key, why }) => [key, why]))
     return (path) => {
       const entry = byKey.get(zeroRead.keyOf(path)), key = dotted(path)
       if (["optimizer.type", "scheduler.type"].includes(key) && entry) return ["unknown", zeroConfig.inARun]
@@ -407,7 +407,7 @@ const zeroCheck = (() => {
       if (inside.path[inside.path.length - 1] === "params") return ["unknown", zeroConfig.inTorch]
       const route = path.slice(inside.path.length)
       const isSwitch = inside.remark && inside.remark.switches.some((each) => same(each, route))
-      return isSwitch ? ["default", ""] : ["unread", "nothing here reads it"]
+      return isSwitch ? ["default", ""] : ["unread", "zero_full does not read it"]
     }
   }
 

@@ -1,4 +1,4 @@
-// JSON with comments and a last comma, and where each key stands: zero_full/config/read.py once more, which says why.
+// JSON with comments and a last comma, and where each key stands: zero_full/config/json_parser.py once more, which says why.
 // A classic script and not a module: Chromium loads no modules from file://. Everything is in `zeroRead`.
 
 const zeroRead = (() => {
@@ -48,7 +48,7 @@ const zeroRead = (() => {
 
     function value(path) {
       if (path.length > zeroConfig.deepest) {
-        throw new NotJson(`nested more than ${zeroConfig.deepest} levels deep, no key is`, "", place())
+        throw new NotJson(`nested more than ${zeroConfig.deepest} levels deep, which no key needs`, "", place())
       }
       if (takes("{")) return object(path)
       if (takes("[")) return list(path)
@@ -62,12 +62,12 @@ const zeroRead = (() => {
     function object(path) {
       const made = new Map()
       while (!takes("}")) {
-        if (!comes('"')) throw broken("a key in double quotes or a } is expected")
+        if (!comes('"')) throw broken("expected a key in double quotes or a }")
         const here = place(), name = string(), key = [...path, name]
         if (made.has(name)) repeated.push([key, here])
         places.set(keyOf(key), { path: key, ...here })
         space()
-        if (!takes(":")) throw broken("a : is expected between a key and its value")
+        if (!takes(":")) throw broken("expected a : between a key and its value")
         made.set(name, value(key))
         between("}")
       }
@@ -87,14 +87,14 @@ const zeroRead = (() => {
 
     function between(end) {
       space()
-      if (!takes(",") && !comes(end)) throw broken(`a comma or a ${end} is expected`)
+      if (!takes(",") && !comes(end)) throw broken(`expected a comma or a ${end}`)
     }
 
     function string() {
       const start = at
       at += matched(STRING)[0].length
       if (!comes('"')) {
-        throw broken("a string goes on to its second quote on the same line, and \\ is written \\\\")
+        throw broken("a string must end with a double quote on its line, and \\ is written \\\\")
       }
       at += 1
       return JSON.parse(text.slice(start, at))
@@ -108,9 +108,9 @@ const zeroRead = (() => {
       }
       if (!number) {
         const meant = word && own(zeroConfig.otherWords, word[0])
-        throw broken("a value is expected", meant ? `write ${meant}` : "texts stand in double quotes")
+        throw broken("expected a value", meant ? `write ${meant}` : "put strings in double quotes")
       }
-      if (number[0].length > zeroConfig.digits) throw broken(`a number of more than ${zeroConfig.digits} digits`)
+      if (number[0].length > zeroConfig.digits) throw broken(`a number has more than ${zeroConfig.digits} digits`)
       at += number[0].length
       return number[1] || number[2] ? Number(number[0]) : BigInt(number[0])
     }
@@ -119,7 +119,7 @@ const zeroRead = (() => {
     note([])
     const whole = value([])
     space()
-    if (at < text.length) throw broken("something stands behind the end")
+    if (at < text.length) throw broken("unexpected text after the end")
     return { value: whole, places, repeated }
   }
 

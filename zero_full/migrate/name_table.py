@@ -66,7 +66,7 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed": "remove it, or do it in plain torch",
     "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
     "deepspeed.runtime.config": "zero_full.config.resolve(config, world_size) reads and checks it",
-    "deepspeed.__version__": "zero_full counts its own versions: remove the comparison",
+    "deepspeed.__version__": "zero_full has versions of its own: remove the comparison",
     "deepspeed.add_tuning_arguments": "add the arguments that the script reads to its own parser",
     "deepspeed.init_inference": INFERENCE,
     "deepspeed.inference": INFERENCE,
@@ -85,7 +85,7 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.comm.log_summary": "engine.traffic() counts the bytes that were sent",
     "deepspeed.launcher": "start with torchrun",
     "deepspeed.moe": "write the layer in plain torch, and pass topology=zero_full.Topology(expert=...)",
-    "deepspeed.monitor": "log what the engine tells with a logger of your own",
+    "deepspeed.monitor": "log the engine's values with your own logger",
     "deepspeed.ops": "use torch's operators",
     "deepspeed.ops.adagrad": 'torch.optim.Adagrad, or "optimizer": {"type": "Adagrad"} in the configuration',
     "deepspeed.ops.adam": (
@@ -96,13 +96,13 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.runtime.fp16": (
         "zero_full.OneBitAdam, OneBitLamb or ZeroOneAdam, or their names in the configuration"
     ),
-    "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
-    "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",
+    "deepspeed.pipe": "there is no pipeline parallelism: train the model as one nn.Module",
+    "deepspeed.runtime.pipe": "there is no pipeline parallelism: train the model as one nn.Module",
     "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
-    "deepspeed.runtime.data_pipeline": "choose and order the data in a sampler of your own",
+    "deepspeed.runtime.data_pipeline": "choose and order the data in your own sampler",
     "deepspeed.runtime.lr_schedules": "add the arguments that the script reads to its own parser",
-    "deepspeed.zero.stage3": "python -m zero_full plan says what a model needs",
-    "deepspeed.zero.stage_1_and_2": "python -m zero_full plan says what a model needs",
+    "deepspeed.zero.stage3": "python -m zero_full plan predicts the memory of a model",
+    "deepspeed.zero.stage_1_and_2": "python -m zero_full plan predicts the memory of a model",
     "deepspeed.runtime.sequence_parallel": "there is no sequence parallelism: split sequences yourself",
     "deepspeed.sequence": "there is no sequence parallelism: split sequences yourself",
     "deepspeed.utils.groups": "make groups with torch.distributed, and pass mesh= or topology= to initialize",
@@ -122,14 +122,14 @@ ENGINE = {  # advice for engine attributes, unless zero_full's engine has them
     "zero_gather_16bit_weights_on_model_save": "True: save_16bit_model always gathers",
     "deepspeed_io": "a DataLoader of your own, or training_data= of initialize",
     "get_data_parallel_rank": "engine.global_rank, or your group's rank",
-    "train_batch": "there are no pipelines: forward, backward and step in a loop",
-    "eval_batch": "there are no pipelines: forward under torch.no_grad()",
+    "train_batch": "there is no pipeline parallelism: call forward, backward and step in a loop",
+    "eval_batch": "there is no pipeline parallelism: call forward under torch.no_grad()",
 }
 PARAMETER = {  # attributes that DeepSpeed adds to parameters; tests for these are silently false here
-    "ds_id": "leave the test out: GatheredParameters and safe_get_... take any parameter",
-    "ds_status": "leave the test out: GatheredParameters and safe_get_... take any parameter",
-    "ds_numel": "p.numel(), which is right for released parameters, too",
-    "ds_shape": "p.shape, which is right for released parameters, too",
+    "ds_id": "remove the check: GatheredParameters and safe_get_... accept any parameter",
+    "ds_status": "remove the check: GatheredParameters and safe_get_... accept any parameter",
+    "ds_numel": "p.numel(), which is correct for released parameters as well",
+    "ds_shape": "p.shape, which is correct for released parameters as well",
     "ds_tensor": "zero_full.safe_get_local_fp32_param(p)",
 }
 ARGUMENTS = {  # advice for arguments of initialize

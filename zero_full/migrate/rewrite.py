@@ -8,21 +8,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero_full.migrate.names import MODULES, canonical, instead_of, is_module, target_of
+from zero_full.migrate.name_table import MODULES, canonical, instead_of, is_module, target_of
 from zero_full.migrate.scopes import ROOT, Binding, Scopes, Use
 
 OURS, COMM = "zero_full", MODULES["deepspeed.comm"]
 WIDTH = 110
 
 
-class Leftover(NamedTuple):
+class ManualChange(NamedTuple):
     """A task that is left to do by hand, with its line."""
 
     line: int
     text: str
 
 
-class Made(NamedTuple):
+class NewImport(NamedTuple):
     """An import that the result needs."""
 
     module: str
@@ -37,7 +37,7 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Text:
+class EditedText:
     """A script's text and its pending replacements."""
 
     source: str
@@ -82,100 +82,102 @@ class Rewrite:
     """The rewriting of one script."""
 
     def __init__(self, source: str) -> None:
-        self.text = Text(source)
+        self.text = EditedText(source)
         self.tree = ast.parse(source)
         self.scopes = Scopes(self.tree)
-        self.findings: set[Leftover] = set()
-        self.meant: dict[ast.expr, str] = {}  # node of a name or attribute -> its name in zero_full
+        self.findings: set[ManualChange] = set()
+        self.new_names: dict[ast.expr, str] = {}  # node of a name or attribute -> its name in zero_full
         self.has_torch = "torch" in self.scopes.top.others
-        self.made: set[tuple[int, Made]] = set()  # imports written so far, per block
+        self.written_imports: set[tuple[int, NewImport]] = set()  # imports written so far, per block
         statements: dict[ast.Import | ast.ImportFrom, list[Binding]] = {}
         for binding in self.scopes.bindings:
             statements.setdefault(binding.statement, []).append(binding)
         for statement, bindings in statements.items():
-            self._statement(statement, bindings)
+            self._rewrite_statement(statement, bindings)
         self._annotations()
 
     def result(self) -> str:
         """Return the new text, after checking that it can be parsed."""
-        made = self.text.result()
-        ast.parse(made)
-        return made
+        result = self.text.result()
+        ast.parse(result)
+        return result
 
-    def miss(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
+    def report_missing(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
         """Record that this name has no counterpart."""
         self.findings.add(
-            Leftover(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
+            ManualChange(node.lineno, f"{path} has no counterpart. Instead: {instead_of(path)}")
         )
 
     # One name -----------------------------------------------------------------------------------
 
-    def _binding(self, binding: Binding) -> list[Made | None]:
+    def _replace_binding(self, binding: Binding) -> list[NewImport | None]:
         """Return the imports that replace this one. None in the list: keep it, as a use still needs it."""
         if binding.alias.name == "*":
             self.findings.add(
-                Leftover(binding.statement.lineno, "import the names that are used, one by one")
+                ManualChange(binding.statement.lineno, "import the names that you use, one by one")
             )
             return [None]
         target = target_of(binding.path)
         if target is not None and not is_module(binding.path):
             module, _, name = target.rpartition(".")
-            self.meant |= {use.nodes[0]: target for use in binding.uses}
-            return [Made(module, name, binding.local)]
-        found = [(use, self._found(binding, use)) for use in binding.uses]
+            self.new_names |= {use.nodes[0]: target for use in binding.uses}
+            return [NewImport(module, name, binding.local)]
+        found = [(use, self._find_target(binding, use)) for use in binding.uses]
         if not (binding.uses or target):
-            self.miss(binding.statement, binding.path)
+            self.report_missing(binding.statement, binding.path)
         module = MODULES.get(canonical(binding.path), "")
         # Always replace deepspeed.comm by torch's module, because the two do not share a process group.
         needed = any(hit is None for _, hit in found) and module != COMM
-        stays = [None] if needed or not (binding.uses or target) else []
-        local = self._kept_local(binding, module) if not stays else None
-        made = {Made(module, None, local): None} if local and module else {}
+        kept = [None] if needed or not (binding.uses or target) else []
+        local = self._kept_local(binding, module) if not kept else None
+        imports = {NewImport(module, None, local): None} if local and module else {}
         for use, hit in found:
             if hit is not None:
-                need = self._use(use, *hit, local, module)
-                made |= {need: None} if need else {}
-        if not (made or stays or binding.uses):
-            made = {Made(MODULES.get(canonical(binding.alias.name), OURS)): None}
-        return [*stays, *made]
+                required = self._rename_use(use, *hit, local, module)
+                imports |= {required: None} if required else {}
+        if not (imports or kept or binding.uses):
+            imports = {NewImport(MODULES.get(canonical(binding.alias.name), OURS)): None}
+        return [*kept, *imports]
 
     def _kept_local(self, binding: Binding, module: str) -> str | None:
         """Return the local name if it can be kept for the new module."""
         by_name = isinstance(binding.statement, ast.Import) and binding.alias.asname is not None
         return binding.local if binding.clash or by_name or module == COMM else None
 
-    def _found(self, binding: Binding, use: Use) -> tuple[str, int] | None:
+    def _find_target(self, binding: Binding, use: Use) -> tuple[str, int] | None:
         """Return (new name, number of attributes that it replaces), or None after adding a finding."""
         for count in range(len(use.names), -1, -1):
             path = ".".join([binding.path, *use.names[:count]])
             target = target_of(path)
             if target is not None and (count == len(use.names) or not is_module(path)):
-                if self._is_written(use, count):
+                if self._matches_source(use, count):
                     return target, count
                 self.findings.add(
-                    Leftover(use.nodes[0].lineno, f"change {path} to {target} inside this string")
+                    ManualChange(use.nodes[0].lineno, f"change {path} to {target} inside this string")
                 )
                 return None
-        self.miss(use.nodes[0], ".".join([binding.path, *use.names]))
+        self.report_missing(use.nodes[0], ".".join([binding.path, *use.names]))
         return None
 
-    def _is_written(self, use: Use, count: int) -> bool:
+    def _matches_source(self, use: Use, count: int) -> bool:
         """Return whether the text is at the parser's position, which may be wrong in f-strings."""
         start, stop = self.text.span(use.nodes[0])[0], self.text.span(use.nodes[count])[1]
         name = use.nodes[0]
         assert isinstance(name, ast.Name)
         return re.sub(r"\s", "", self.text.source[start:stop]) == ".".join([name.id, *use.names[:count]])
 
-    def _use(self, use: Use, target: str, count: int, local: str | None, module: str) -> Made | None:
+    def _rename_use(
+        self, use: Use, target: str, count: int, local: str | None, module: str
+    ) -> NewImport | None:
         """Write the new name. Returns the import that it needs, unless the kept local name suffices."""
         inside = local is not None and f"{target}.".startswith(f"{module}.")
         name = f"{local}{target[len(module) :]}" if inside else target
-        self.meant[use.nodes[count]] = target
+        self.new_names[use.nodes[count]] = target
         self.text.replace(self.text.span(use.nodes[0])[0], self.text.span(use.nodes[count])[1], name)
         if inside:
             return None
-        need = target if target in MODULES.values() else target.rpartition(".")[0]
-        return None if need == COMM and self.has_torch else Made(need)
+        required = target if target in MODULES.values() else target.rpartition(".")[0]
+        return None if required == COMM and self.has_torch else NewImport(required)
 
     def _annotations(self) -> None:
         """Replace names in types that are written as strings."""
@@ -192,16 +194,20 @@ class Rewrite:
 
     # One statement ------------------------------------------------------------------------------
 
-    def _statement(self, statement: ast.Import | ast.ImportFrom, bindings: list[Binding]) -> None:
+    def _rewrite_statement(self, statement: ast.Import | ast.ImportFrom, bindings: list[Binding]) -> None:
         block = id(bindings[0].block)
-        outcome: dict[ast.alias, list[Made | None]] = {alias: [None] for alias in statement.names}
+        outcome: dict[ast.alias, list[NewImport | None]] = {alias: [None] for alias in statement.names}
         for binding in bindings:
-            new = [m for m in self._binding(binding) if m is None or m.name or (block, m) not in self.made]
-            self.made |= {(block, m) for m in new if m is not None}
+            new = [
+                m
+                for m in self._replace_binding(binding)
+                if m is None or m.name or (block, m) not in self.written_imports
+            ]
+            self.written_imports |= {(block, m) for m in new if m is not None}
             outcome[binding.alias] = new
         if self._in_place(statement, outcome):
             return
-        lines = [*self._comments(statement), *_written(statement, outcome)]
+        lines = [*self._comments(statement), *_new_statements(statement, outcome)]
         start, stop = self.text.span(statement)
         line_start = self.text.starts[statement.lineno - 1]
         indent = self.text.source[line_start:start]
@@ -213,24 +219,24 @@ class Rewrite:
             self.text.replace(start, stop, f"{self.text.newline}{indent}".join(lines))
 
     def _in_place(
-        self, statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
+        self, statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[NewImport | None]]
     ) -> bool:
         """Replace names only, if each becomes a single name, so that layout and comments stay."""
-        made = [new[0] for new in outcome.values() if len(new) == 1]
-        if len(made) < len(outcome):
+        imports = [new[0] for new in outcome.values() if len(new) == 1]
+        if len(imports) < len(outcome):
             return False
         if isinstance(statement, ast.ImportFrom):
-            modules = {m.module for m in made if m is not None and m.name}
-            if None in made or len(modules) != 1 or not all(m and m.name for m in made):
-                return set(made) == {None}
+            modules = {m.module for m in imports if m is not None and m.name}
+            if None in imports or len(modules) != 1 or not all(m and m.name for m in imports):
+                return set(imports) == {None}
             start, _ = self.text.span(statement)
             old = re.compile(r"from\s+([\w.]+)").match(self.text.source, start)
             if old is None:
                 return False
             self.text.replace(*old.span(1), modules.pop())
-        elif any(m is not None and m.name for m in made):
+        elif any(m is not None and m.name for m in imports):
             return False
-        for alias, m in zip(outcome, made, strict=True):
+        for alias, m in zip(outcome, imports, strict=True):
             if m is not None:
                 self.text.replace(*self.text.span(alias), m.text)
         return True
@@ -250,19 +256,19 @@ class Rewrite:
             self.text.replace(line, after, "")
 
 
-def _written(
-    statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
+def _new_statements(
+    statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[NewImport | None]]
 ) -> Iterator[str]:
     """Yield the statements that replace this one, starting with the names that stay."""
     kept = [f"{a.name} as {a.asname}" if a.asname else a.name for a, new in outcome.items() if None in new]
-    made = list(dict.fromkeys(m for new in outcome.values() for m in new if m is not None))
+    imports = list(dict.fromkeys(m for new in outcome.values() for m in new if m is not None))
     if kept:
         beginning = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
         yield _line(f"{beginning}import", kept)
-    plain = sorted((m for m in made if m.name is None), key=lambda m: m.module == OURS)
+    plain = sorted((m for m in imports if m.name is None), key=lambda m: m.module == OURS)
     yield from (f"import {m.text}" for m in plain)
-    for module in dict.fromkeys(m.module for m in made if m.name is not None):
-        yield _line(f"from {module} import", [m.text for m in made if m.name and m.module == module])
+    for module in dict.fromkeys(m.module for m in imports if m.name is not None):
+        yield _line(f"from {module} import", [m.text for m in imports if m.name and m.module == module])
 
 
 def _line(beginning: str, names: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Parse JSON with comments and trailing commas into objects and their positions.
 
-DeepSpeed reads such files, too. Python's json reports positions of syntax errors only, but most mistakes in a
-configuration are not about syntax. `site/docs/assets/js/config_read.js` is the same parser for the website's
+DeepSpeed reads such files, too. Python's json reports positions of syntax errors only, and most mistakes in a
+configuration are of another kind. `site/docs/assets/js/config_read.js` is the same parser for the website's
 configuration checker, and tests compare the two.
 """
 
@@ -15,19 +15,14 @@ from typing import Any
 from zero_full.errors import ConfigError
 
 DEEPEST = 32  # levels of nesting; DeepSpeed's deepest key is on the seventh
+TOO_DEEP = f"nested more than {DEEPEST} levels deep"
 DIGITS = 1000  # of a number; Python cannot parse integers of many thousands
 SPACE = re.compile(r"(?:[ \t\r\n]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')  # without the closing quote
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORD = re.compile(r"[A-Za-z_]+|-Infinity")
-WORDS = {
-    **{"true": True, "false": False, "null": None},
-    **{
-        "NaN": float("nan"),
-        "Infinity": float("inf"),
-        "-Infinity": -float("inf"),
-    },  # Python's json accepts these
-}
+WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+WORDS |= {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}  # as Python's json
 OTHER_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spelling -> JSON's
 Route = tuple[str | int, ...]
 
@@ -46,9 +41,9 @@ class Position:
 class NotJsonError(ValueError):
     """Error for a text that is not JSON, with reason, remedy and position."""
 
-    def __init__(self, why: str, remedy: str, place: Position) -> None:
+    def __init__(self, why: str, remedy: str, position: Position) -> None:
         super().__init__(f"{why}; {remedy}" if remedy else why)
-        self.why, self.remedy, self.place = why, remedy, place
+        self.why, self.remedy, self.position = why, remedy, position
 
 
 @dataclass
@@ -56,16 +51,16 @@ class Parsed:
     """A parsed text: its value, and the positions of keys and list items. () is the beginning."""
 
     value: Any = None
-    places: dict[Route, Position] = field(default_factory=dict)
+    positions: dict[Route, Position] = field(default_factory=dict)
     repeated: list[tuple[Route, Position]] = field(default_factory=list)  # duplicate keys
 
-    def place_of(self, path: Route) -> Position:
+    def position_of(self, path: Route) -> Position:
         """Return the position of this path, or of the nearest enclosing one in the text."""
-        return self.places[self.nearest(path)]
+        return self.positions[self.nearest(path)]
 
     def nearest(self, path: Route) -> Route:
         """Return this path, or the nearest enclosing one in the text."""
-        while path not in self.places:
+        while path not in self.positions:
             path = path[:-1]
         return path
 
@@ -73,90 +68,90 @@ class Parsed:
 def parse(text: str) -> Parsed:
     """Parse a text. Raises NotJsonError if it is not JSON."""
     parser = _Parser(text)
-    parser.found.value = parser.value(())
-    parser.space()
+    parser.parsed.value = parser.value(())
+    parser.skip_space()
     if parser.at < len(text):
-        raise parser.error("something stands behind the end")
-    return parser.found
+        raise parser.error("unexpected text after the end")
+    return parser.parsed
 
 
 class _Parser:
     """Recursive-descent parser: one pass over the text."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.found = text, 0, Parsed()
-        self.space()
-        self.found.places[()] = self.place()
+        self.text, self.at, self.parsed = text, 0, Parsed()
+        self.skip_space()
+        self.parsed.positions[()] = self.position()
 
-    def place(self) -> Position:
+    def position(self) -> Position:
         start = self.text.rfind("\n", 0, self.at) + 1
         return Position(self.text.count("\n", 0, self.at) + 1, self.at - start + 1)
 
     def error(self, why: str, remedy: str = "") -> NotJsonError:
-        return NotJsonError(f"this is not JSON: {why}", remedy, self.place())
+        return NotJsonError(f"this is not JSON: {why}", remedy, self.position())
 
-    def space(self) -> None:
+    def skip_space(self) -> None:
         matched = SPACE.match(self.text, self.at)
         self.at = matched.end() if matched else self.at
 
-    def takes(self, sign: str) -> bool:
-        """Consume this sign and the following space if it comes next. Returns whether it did."""
+    def consume(self, sign: str) -> bool:
+        """Consume this sign and the space after it, if it comes next. Returns whether it did."""
         if not self.text.startswith(sign, self.at):
             return False
         self.at += len(sign)
-        self.space()
+        self.skip_space()
         return True
 
     def value(self, path: Route) -> Any:
         if len(path) > DEEPEST:
-            raise NotJsonError(f"nested more than {DEEPEST} levels deep, no key is", "", self.place())
-        if self.takes("{"):
+            raise NotJsonError(f"{TOO_DEEP}, which no key needs", "", self.position())
+        if self.consume("{"):
             return self.object(path)
-        if self.takes("["):
+        if self.consume("["):
             return self.list(path)
         return self.string() if self.text.startswith('"', self.at) else self.scalar()
 
     def object(self, path: Route) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        while not self.takes("}"):
-            here = self.place()
+        result: dict[str, Any] = {}
+        while not self.consume("}"):
+            here = self.position()
             if not self.text.startswith('"', self.at):
-                raise self.error("a key in double quotes or a } is expected")
+                raise self.error("expected a key in double quotes or a }")
             name = self.string()
             key = (*path, name)
-            if name in made:
-                self.found.repeated.append((key, here))
-            self.found.places[key] = here
-            self.space()
-            if not self.takes(":"):
-                raise self.error("a : is expected between a key and its value")
-            made[name] = self.value(key)
-            self.between("}")
-        return made
+            if name in result:
+                self.parsed.repeated.append((key, here))
+            self.parsed.positions[key] = here
+            self.skip_space()
+            if not self.consume(":"):
+                raise self.error("expected a : between a key and its value")
+            result[name] = self.value(key)
+            self.separator("}")
+        return result
 
     def list(self, path: Route) -> list[Any]:
-        made: list[Any] = []
-        while not self.takes("]"):
-            item = (*path, len(made))
-            self.found.places[item] = self.place()
-            made.append(self.value(item))
-            self.between("]")
-        return made
+        result: list[Any] = []
+        while not self.consume("]"):
+            item = (*path, len(result))
+            self.parsed.positions[item] = self.position()
+            result.append(self.value(item))
+            self.separator("]")
+        return result
 
-    def between(self, end: str) -> None:
-        self.space()
-        if not self.takes(",") and not self.text.startswith(end, self.at):
-            raise self.error(f"a comma or a {end} is expected")
+    def separator(self, end: str) -> None:
+        self.skip_space()
+        if not self.consume(",") and not self.text.startswith(end, self.at):
+            raise self.error(f"expected a comma or a {end}")
 
     def string(self) -> str:
         start, matched = self.at, STRING.match(self.text, self.at)
         assert matched is not None
         self.at = matched.end()
         if not self.text.startswith('"', self.at):
-            raise self.error("a string goes on to its second quote on the same line, and \\ is written \\\\")
+            raise self.error("a string must end with a double quote on its line, and \\ is written \\\\")
         self.at += 1
-        made: str = json.loads(self.text[start : self.at])
-        return made
+        result: str = json.loads(self.text[start : self.at])
+        return result
 
     def scalar(self) -> Any:
         number, word = NUMBER.match(self.text, self.at), WORD.match(self.text, self.at)
@@ -165,10 +160,10 @@ class _Parser:
             return WORDS[word[0]]
         if number is None:
             meant = OTHER_WORDS.get(word[0], "") if word else ""
-            hint = f"write {meant}" if meant else "texts stand in double quotes"
-            raise self.error("a value is expected", hint)
+            hint = f"write {meant}" if meant else "put strings in double quotes"
+            raise self.error("expected a value", hint)
         if len(number[0]) > DIGITS:
-            raise self.error(f"a number of more than {DIGITS} digits")
+            raise self.error(f"a number has more than {DIGITS} digits")
         self.at = number.end()
         return float(number[0]) if number[1] or number[2] else int(number[0])
 
@@ -178,7 +173,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}; give a path, a dict or a Config") from None
+        raise ConfigError(f"there is no configuration file {path}; pass a path, a dict or a Config") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read as text: {error}") from None
 
@@ -188,17 +183,17 @@ def read(path: Path) -> Parsed:
     try:
         return parse(text_of(path))
     except NotJsonError as error:
-        raise ConfigError(f"{path}, {error.place}: {error}") from None
+        raise ConfigError(f"{path}, {error.position}: {error}") from None
 
 
-def refuse_nests(given: Mapping[Any, Any]) -> None:
+def check_nesting(given: Mapping[Any, Any]) -> None:
     """Raise ConfigError if objects and lists are nested too deep or contain themselves."""
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), given)]
-    while waiting:
-        path, value = waiting.pop()
+    pending: list[tuple[tuple[str, ...], Any]] = [((), given)]
+    while pending:
+        path, value = pending.pop()
         if len(path) > DEEPEST:
-            raise ConfigError(f"{'.'.join(path[:4])}: nested more than {DEEPEST} levels deep, no key is")
+            raise ConfigError(f"{'.'.join(path[:4])}: {TOO_DEEP}, which no key needs")
         if isinstance(value, list | tuple):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
-            waiting += [((*path, str(name)), each) for name, each in value.items()]
+            pending += [((*path, str(name)), each) for name, each in value.items()]

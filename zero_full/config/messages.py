@@ -1,4 +1,4 @@
-"""Messages about a configuration: its errors in plain words, and the table of its values."""
+"""Messages about a configuration: errors and warnings by key, and the table of its values."""
 
 import difflib
 import json
@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from pydantic_core import ErrorDetails
 
-from zero_full import formatting as wording
-from zero_full.config.read import Route
+from zero_full import formatting
+from zero_full.config.json_parser import Route
 from zero_full.config.remarks import Remark
 from zero_full.config.schema import Config, Strict
 
@@ -61,6 +61,7 @@ class Entry:
     key: str  # dotted, as in "zero_optimization.stage"
     value: Any
     default: Any
+    is_set: bool  # by the user
     remark: Remark | None
 
 
@@ -72,7 +73,7 @@ def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
             yield from entries(value, f"{prefix}{name}.")
         else:
             remark = next((item for item in field.metadata if isinstance(item, Remark)), None)
-            yield Entry(prefix + name, value, field.default, remark)
+            yield Entry(prefix + name, value, field.default, name in config.model_fields_set, remark)
 
 
 def inner_model(annotation: Any) -> type[Strict] | None:
@@ -94,7 +95,7 @@ def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
 
 def shown(value: object) -> str:
     """Return a value as JSON, cut to fit into a line."""
-    return wording.shown(value, partial(json.dumps, default=repr))
+    return formatting.shown(value, partial(json.dumps, default=repr))
 
 
 def dotted(path: Route) -> str:
@@ -123,9 +124,9 @@ def _unknown(path: Route) -> tuple[str, str]:
     if near:
         return "unknown key", f"did you mean {dotted((*path[:-1], near[0]))}?"
     if "params" in here:
-        return "unknown key", f"arguments of the {path[0]} belong in {dotted((*path[:-1], 'params'))}"
+        return "unknown key", f"put arguments of the {path[0]} into {dotted((*path[:-1], 'params'))}"
     known = f"; the keys here are {', '.join(here)}" if len(here) <= 12 else ""
-    return f"unknown key, and none is spelled like it{known}", "remove it"
+    return f"unknown key, and no key has a similar name{known}", "remove it"
 
 
 def _expectation(error: ErrorDetails) -> str:
@@ -151,12 +152,12 @@ def is_auto(value: object) -> bool:
 
 
 def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
-    """Translate one of pydantic's errors."""
+    """Make the notice for one of pydantic's errors."""
     path = as_written(error["loc"], spelled)
     if error["type"] == "extra_forbidden":
         return Notice(path, "refused", *_unknown(error["loc"]))
     if error["type"] == "missing":
-        return Notice(path, "refused", "missing", f"give its name, or remove {dotted(error['loc'][:-1])}")
+        return Notice(path, "refused", "missing", f"set it, or remove {dotted(error['loc'][:-1])}")
     if is_auto(error["input"]):
         return unfilled(path, _expectation(error))
     return Notice(path, "refused", f"got {shown(error['input'])}, expected {_expectation(error)}")
@@ -164,8 +165,8 @@ def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
 
 def unfilled(path: Route, expectation: str) -> Notice:
     """Make the notice for an "auto" that Hugging Face's Trainer has not filled in."""
-    why = '"auto" is filled in by Hugging Face\'s Trainer alone'
-    return Notice(path, "refused", why, f"a value is needed here: {expectation}")
+    why = 'only Hugging Face\'s Trainer fills in "auto"'
+    return Notice(path, "refused", why, f"set a value: {expectation}")
 
 
 def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """Run `python -m zero_full migrate`: rewrite a DeepSpeed script for zero_full, and check its JSON file.
 
 The script is not executed. The output is a unified diff and, with line numbers, the names without a
-counterpart. `--write` changes the files. The table of names is in `names.py`.
+counterpart. `--write` changes the files. The table of names is in `name_table.py`.
 """
 
 import difflib
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from zero_full.check.check_command import check_file
 from zero_full.config import implied_world, resolve
 from zero_full.errors import ConfigError, MigrateError
-from zero_full.migrate.calls import configurations, look_at_calls
-from zero_full.migrate.script import Leftover, Rewrite
+from zero_full.migrate.calls import configurations, find_other_uses
+from zero_full.migrate.rewrite import ManualChange, Rewrite
 
 
 class Migrated(NamedTuple):
@@ -23,8 +23,8 @@ class Migrated(NamedTuple):
 
     source: str
     result: str
-    findings: list[Leftover]
-    remarks: list[Leftover]  # warnings that need no action
+    findings: list[ManualChange]
+    remarks: list[ManualChange]  # warnings that need no action
     moved: Callable[[int], int]  # converts a line number to that of the result
 
 
@@ -33,7 +33,7 @@ def main(files: Sequence[str], write: bool = False, world: int | None = None) ->
     left = 0
     for path in map(Path, files):
         if path.suffix not in (".py", ".json"):
-            raise MigrateError(f"{path}: name scripts, which end with .py, and configurations, with .json")
+            raise MigrateError(f"{path}: expected a script (.py) or a configuration (.json)")
         left += _script(path, write, world) if path.suffix == ".py" else _json(path, world)
     print(f"{left or 'nothing'} left to do by hand")
     return 1 if left else 0
@@ -45,11 +45,11 @@ def main(files: Sequence[str], write: bool = False, world: int | None = None) ->
 def migrate(source: str, world: int | None = None) -> Migrated:
     """Rewrite a script and list what is left to do. Raises SyntaxError if this Python cannot parse it."""
     rewrite = Rewrite(source)
-    findings, remarks = set(look_at_calls(rewrite)), set[Leftover]()
+    findings, remarks = set(find_other_uses(rewrite)), set[ManualChange]()
     for line, config in configurations(rewrite):
         errors, warnings = check(config, world)
-        findings |= {Leftover(line, text) for text in errors}
-        remarks |= {Leftover(line, text) for text in warnings}
+        findings |= {ManualChange(line, text) for text in errors}
+        remarks |= {ManualChange(line, text) for text in warnings}
     findings |= rewrite.findings
     return Migrated(source, rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
 
@@ -60,14 +60,16 @@ def _script(path: Path, write: bool, world: int | None) -> int:
         migrated = migrate(source, world)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise MigrateError(f"{path}{line}: this cannot be parsed as Python: {error}") from None
+        raise MigrateError(f"{path}{line}: not valid Python: {error}") from None
     if migrated.result == source:
         print(f"{path}: no name to change")
-    for line in _diff(path, migrated):
+    name = path.as_posix().lstrip("/")
+    old, new = source.splitlines(), migrated.result.splitlines()
+    for line in difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm=""):
         print(line)
     kinds = {"": migrated.findings, "remark: ": migrated.remarks}
-    for kind, told in kinds.items():
-        for number, text in told:
+    for kind, findings in kinds.items():
+        for number, text in findings:
             print(f"{path}:{migrated.moved(number) if write else number}: {kind}{text}")
     if write and migrated.result != source:
         _write(path.resolve(), migrated.result.encode(encoding))
@@ -96,12 +98,6 @@ def _write(path: Path, content: bytes) -> None:
         raise MigrateError(f"{path} cannot be written: {error}") from None
     finally:
         part.unlink(missing_ok=True)
-
-
-def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
-    old, new = (text.splitlines() for text in (migrated.source, migrated.result))
-    name = path.as_posix().lstrip("/")
-    yield from difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
 
 
 # Configurations --------------------------------------------------------------------------------------
