@@ -14,18 +14,15 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 
 
-def compile_what_can_be() -> None:
-    """Nothing that goes wrong here is an error: the package runs without."""
+def compile_operators() -> None:
+    """Compile what this machine has compilers for. Failures are printed: the package works without."""
     sys.path.insert(0, str(ROOT))
-    from zero_full.kernels import (
-        build,
-        places,
-        toolchain,
-    )  # they import neither torch nor the rest of the package
+    # These import neither torch nor the rest of the package.
+    from zero_full.kernels import builder, library_cache, toolchain
 
-    for part in build.PARTS:
+    for part in builder.PARTS:
         try:
-            print(f"zero_full: {build.build(part, places.BUILT, again=True)}")
+            print(f"zero_full: {builder.build(part, library_cache.BUILT, again=True)}")
         except (toolchain.BuildError, OSError) as error:
             print(f"zero_full: no compiled operators for {part}, torch's own are used: {error}")
 
@@ -34,15 +31,15 @@ class BuildPy(build_py):
     """Copies the package, and compiles csrc/ or packs it."""
 
     def run(self) -> None:
-        """After what is usual."""
+        """Compile in an editable installation; copy csrc/ into a wheel."""
         super().run()
         if self.editable_mode:
-            compile_what_can_be()
+            compile_operators()
         else:
             shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "zero_full/csrc", dirs_exist_ok=True)
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution must have."""
+        """Add csrc/ to a source distribution."""
         sources = sorted((ROOT / "csrc").rglob("*.*"))
         return [*super().get_source_files(), *(os.path.relpath(path, ROOT) for path in sources)]
 

@@ -162,7 +162,7 @@ def _files_of(name: str) -> Iterator[Path]:
     """The module's file and those of the packages it stands in, if they may be given."""
     parts = name.split(".")
     withheld = parts[0] == "lessons" and parts[-1] in (*WITHHELD, "mistakes")
-    if parts[0] not in ("lessons", "zero_min", "tests") or withheld or name == "tests.simulated":
+    if parts[0] not in ("lessons", "zero_min", "tests") or withheld or name == "tests.staging":
         return
     places = [ROOT.joinpath(*parts).with_suffix(".py")]
     places += [ROOT.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts) + 1)]

@@ -220,7 +220,7 @@ class Subject:
             keys = {**full_config(self.stage, **options), "shared_memory": not self.by_messages}
             if not self.by_staged:
                 return FullTrainer(model, groups, keys)
-            from tests.simulated import staged_transports  # a learner's `check` waits for no import of it
+            from tests.staging import staged_transports  # a learner's `check` waits for no import of it
 
             with staged_transports():
                 return FullTrainer(model, groups, keys)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tests.kernels.cases import BF16, normal, ops
 from zero_full.comm.quantized import BLOCK
-from zero_full.kernels import build, reference, toolchain
+from zero_full.kernels import builder, reference, toolchain
 
 Call = Callable[[], Sequence[Tensor]]  # returns what it has computed
 
@@ -77,7 +77,7 @@ def streams() -> ctypes.CDLL:
     """streams.cpp, compiled as the operators are."""
     tools, level = toolchain.toolchain("cpu"), ops().cpu_isa(0)
     march = [f"-march=x86-64-v{level}"] if platform.machine() in ("x86_64", "AMD64") else []
-    flags = [*build.COMMON, *build.KERNEL, *build.BINDING, *march, *build.includes(tools)]
+    flags = [*builder.COMMON, *builder.KERNEL, *builder.BINDING, *march, *builder.includes(tools)]
     source = Path(__file__).with_name("streams.cpp")
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "streams.so"

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.bench import interleave
 from tests.kernels import cubin
 from tests.kernels.cubin import Usage
-from zero_full.kernels import build, toolchain
+from zero_full.kernels import builder, toolchain
 
 HEAD = [
     "kernel",
@@ -54,14 +54,14 @@ def main() -> None:
     libraries: list[list[str]] = []
     usages: list[Usage] = []
     with tempfile.TemporaryDirectory() as directory:
-        for part in build.PARTS:
+        for part in builder.PARTS:
             began = time.monotonic()
             try:
                 if part == "cuda":
                     library, said = cubin.compile_cuda(Path(directory) / part)
                     usages = cubin.usages(said)
                 else:
-                    library = build.build(part, Path(directory) / part)
+                    library = builder.build(part, Path(directory) / part)
             except toolchain.BuildError as error:
                 sys.exit(f"kernel_sizes: nothing to show, {part} could not be built: {error}")
             seconds = time.monotonic() - began

@@ -1,9 +1,8 @@
 """Several ranks on one CUDA device: every stage, precision and overlap ends where plain Adam ends.
 
-The same runs pass without a GPU, on a simulated device: what is new on a real one is the device alone.
+The same runs pass without a GPU, by host staging between CPU ranks: what is new on a GPU is the device alone.
 """
 
-import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.simulated import staged_transports
+from tests.staging import staged_transports
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data, reference
-from zero_full.comm.device_queue import SWITCH, Cuda
 
 STEPS = 4
 RELEASES = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -34,8 +32,8 @@ ON_GPU = [
 ]
 Parameters = dict[str, Tensor]
 HERE = [  # one of each, without a GPU
-    *(("simulated", 2, stage, precision) for stage, precision in enumerate(["bf16", "fp32", "fp16", "fp32"])),
-    ("simulated", 4, 3, "bf16"),
+    *(("staged", 2, stage, precision) for stage, precision in enumerate(["bf16", "fp32", "fp16", "fp32"])),
+    ("staged", 4, 3, "bf16"),
 ]
 THERE = [
     pytest.param("cuda:0", world, stage, precision, marks=ON_GPU)
@@ -43,24 +41,20 @@ THERE = [
     for stage in range(4)
     for precision in PRECISIONS
 ]
-WAITING = "cuda:0, where streams wait"  # see [Note: the GIL] in zero_full/comm/device_queue.py
-THERE += [pytest.param(WAITING, world, stage, "bf16", marks=ON_GPU) for world in (2, 4) for stage in range(4)]
 
 
 def trained(comm: Any, place: str, stage: int, precision: str) -> list[Parameters]:
     """The parameters after training without overlap and with it, on this rank."""
-    device, found = torch.device("cpu" if place == "simulated" else "cuda:0"), []
-    os.environ[SWITCH] = "on" if place == WAITING else "off"
+    device, found = torch.device("cpu" if place == "staged" else "cuda:0"), []
     keys = {"gradient_accumulation_steps": 2, **PRECISIONS[precision][0]}
     for overlap in (False, True):
         keys["zero_optimization"] = {"overlap_comm": overlap, **RELEASES}
-        with staged_transports(comm.rank) if place == "simulated" else nullcontext():
+        with staged_transports() if place == "staged" else nullcontext():
             engine, optimizer, _, _ = zero_full.initialize(
                 model=Net().to(device), config=config(stage, **keys)
             )
         used = [each.transport for each in optimizer.groups.communicators if each.size > 1]
-        assert {transport.name for transport in used} == {"staged"}
-        assert place != WAITING or {type(transport.queue) for transport in used} == {Cuda}
+        assert {transport.name for transport in used} == {"host staging"}
         dtype = next(engine.module.parameters()).dtype
         for step in range(STEPS):
             for micro in range(2):
@@ -73,7 +67,7 @@ def trained(comm: Any, place: str, stage: int, precision: str) -> list[Parameter
 
 @cache
 def runs(place: str, world: int, stage: int, precision: str) -> list[list[Parameters]]:
-    patient = 60.0 if place == "simulated" else 300.0  # the first kernel of each process takes long
+    patient = 60.0 if place == "staged" else 300.0  # the first kernel of each process takes long
     return POOL.run(trained, world, place, stage, precision, limit=patient, collective=patient / 2)
 
 

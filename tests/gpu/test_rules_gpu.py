@@ -1,6 +1,6 @@
 """LAMB, Muon, Lion and the rules at one bit on CUDA: alone, two ranks on one device, and over NCCL on two.
 
-The same runs pass without a GPU: on the CPU, and on a simulated device that two ranks share.
+The same runs pass without a GPU: on the CPU, and by host staging between two ranks.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.cases import Case
 from tests.conformance import rule_claims as claims
 from tests.rules import IN_FP32, RULES, Rule
-from tests.simulated import staged_transports
+from tests.staging import staged_transports
 from tests.trainers import Subject
 from tests.worlds import POOL
 from tests.zero_full.compressed_cases import CASES as BUFFERS
@@ -24,7 +24,7 @@ from zero_full.comm import Communicator
 
 PLACES = {  # where the ranks are, how many there are, and over what they exchange
     "the CPU": (1, "gloo"),
-    "simulated": (2, "gloo"),
+    "staged": (2, "gloo"),
     "cuda:0, alone": (1, "gloo"),
     "cuda:0, shared": (2, "gloo"),
     "a device each": (2, "nccl"),
@@ -50,7 +50,7 @@ def at(comm: Any, place: str) -> Iterator[torch.device]:
     if place in NEEDS:
         device = torch.device("cuda", comm.rank if place == "a device each" else 0)
         torch.cuda.set_device(device)
-    with staged_transports(comm.rank) if place == "simulated" else nullcontext():
+    with staged_transports() if place == "staged" else nullcontext():
         yield device
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_full.kernels import places
+from zero_full.kernels import library_cache
 
 FAKE = """#!/bin/sh
 case "$1" in
@@ -61,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for what is built on first use, and nothing installed."""
     place = tmp_path / "cache"
     monkeypatch.setenv("ZERO_FULL_CACHE", str(place))
-    monkeypatch.setattr(places, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(library_cache, "BUILT", tmp_path / "built")
     return place
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from zero_full.kernels import architectures, build, toolchain
+from zero_full.kernels import architectures, builder, toolchain
 
 KEPT = Path(__file__).resolve().parents[2] / "build/cuda_static"
 ARCHITECTURES = tuple(f"sm_{number}" for number in re.findall(r"\d+", architectures.DEFAULT))
@@ -80,7 +80,7 @@ def compile_cuda(directory: Path) -> Compiled:
         talking.write_text(NVCC.format(nvcc=shlex.quote(nvcc)))
         talking.chmod(0o755)
         with mock.patch.dict(os.environ, CUDA_HOME=home, ZERO_FULL_CUDA_ARCHS=architectures.DEFAULT):
-            library = build.build("cuda", directory)
+            library = builder.build("cuda", directory)
         said = "".join(path.read_text() for path in sorted(talking.parent.glob("*.log")))
     (directory / SAID).write_text(said)
     return Compiled(library, said)
@@ -90,7 +90,7 @@ def compile_cuda(directory: Path) -> Compiled:
 def compiled() -> Compiled:
     """The same, kept until the sources change."""
     with mock.patch.dict(os.environ, ZERO_FULL_CUDA_ARCHS=architectures.DEFAULT):
-        kept = KEPT / str(build.name_for("cuda", toolchain.toolchain("cuda")))
+        kept = KEPT / str(builder.name_for("cuda", toolchain.toolchain("cuda")))
     if not kept.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=KEPT, ignore_cleanup_errors=True) as directory:

@@ -31,7 +31,7 @@ from tests.kernels.emulated_types import (
     rows_of,
     type_of,
 )
-from zero_full.kernels.build import KERNEL, sources, toolchain
+from zero_full.kernels.builder import KERNEL, sources, toolchain
 
 THREADS, CHUNK = 128, 4096  # smaller than on a GPU: few elements make several blocks
 DIALECT = "-x c++ -std=c++17 -fPIC -fvisibility=hidden -fno-gnu-unique -ffp-contract=off -U_FORTIFY_SOURCE"

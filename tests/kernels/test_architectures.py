@@ -3,7 +3,7 @@
 import pytest
 
 from tests.kernels.compilers import NVCC_12_0, NVCC_13_0, Compiler
-from zero_full.kernels import architectures, build
+from zero_full.kernels import architectures, builder
 from zero_full.kernels.toolchain import BuildError, toolchain
 
 
@@ -17,7 +17,7 @@ from zero_full.kernels.toolchain import BuildError, toolchain
     ],
 )
 def test_architectures_are_read_as_people_write_them(text: str, flags: list[str]) -> None:
-    assert architectures.options(architectures.parsed(text))[1::2] == flags
+    assert architectures.options(architectures.parse(text))[1::2] == flags
 
 
 CHOICES = {  # what is named, which GPUs there are, what nvcc knows; what is compiled
@@ -43,10 +43,10 @@ def test_nvcc_is_asked_only_for_what_it_knows(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("text", "devices", "known", "reason"),
     [
-        ("80;hopper", (), NVCC_13_0, "'hopper' is not like 90"),
-        ("80;100", (), NVCC_12_0, "'80;100': nvcc has no 100, only 50, 60"),
-        ("", (), (200, 210), "nvcc has none of 80;90;100.PTX, only 200, 210: set ZERO_FULL_CUDA_ARCHS"),
-        ("", [(7, 0)], NVCC_13_0, r"no code for this GPU \(70\), only for 75, .*install an older CUDA"),
+        ("80;hopper", (), NVCC_13_0, "'hopper' is no architecture"),
+        ("80;100", (), NVCC_12_0, "'80;100': nvcc does not support 100, only 50, 60"),
+        ("", (), (200, 210), "nvcc supports none of 80;90;100.PTX, only 200, 210: set ZERO_FULL_CUDA_ARCHS"),
+        ("", [(7, 0)], NVCC_13_0, r"does not support this GPU \(70\), only 75, .*CUDA_HOME"),
     ],
 )
 def test_what_nvcc_cannot_make_is_named(
@@ -75,7 +75,7 @@ def test_a_library_serves_later_devices_of_its_generation_and_with_ptx_all_later
     text: str, served: set[architectures.Device], native: set[architectures.Device]
 ) -> None:
     every = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-    mine = architectures.parsed(text)
+    mine = architectures.parse(text)
     assert {device for device in every if architectures.serves(mine, device)} == served
     assert {device for device in every if architectures.is_native(mine, device)} == native
 
@@ -84,4 +84,4 @@ def test_an_nvcc_that_does_not_list_is_named(nvcc: Compiler) -> None:
     nvcc.options["gpus"] = ""
     nvcc.become("10")
     with pytest.raises(BuildError, match=r"nvcc does not list architectures .*too old"):
-        build.name_for("cuda", toolchain("cuda"))
+        builder.name_for("cuda", toolchain("cuda"))

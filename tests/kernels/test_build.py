@@ -15,17 +15,19 @@ import pytest
 
 from tests.kernels.compilers import MISTAKE, NVCC_12_0, NVCC_13_0, Compiler, says
 from zero_full.__main__ import main
-from zero_full.kernels import build, places, toolchain
+from zero_full.kernels import builder, library_cache, toolchain
 from zero_full.kernels.toolchain import BuildError
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_what_has_been_built_is_not_built_again(cache: Path, compiler: Compiler) -> None:
-    first = build.build("cpu", cache)
+    first = builder.build("cpu", cache)
     once = compiler.count()
-    assert first.exists() and once > len(build.LEVELS)
-    assert build.build("cpu", cache) == first and build.find("cpu") == [first] and compiler.count() == once
+    assert first.exists() and once > len(builder.LEVELS)
+    assert (
+        builder.build("cpu", cache) == first and builder.find("cpu") == [first] and compiler.count() == once
+    )
 
 
 def copied(source: Path, place: Path) -> Path:
@@ -39,7 +41,7 @@ Change = Callable[[Path, pytest.MonkeyPatch, Compiler, Compiler], object]
 def other_source(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
     copy = copied(ROOT / "csrc", place / "csrc")
     (copy / "core/adam.h").write_text("// another")
-    patch.setattr(build, "sources", lambda: copy)
+    patch.setattr(builder, "sources", lambda: copy)
 
 
 def other_torch(version: bytes, library: str = "") -> Change:
@@ -49,13 +51,13 @@ def other_torch(version: bytes, library: str = "") -> Change:
         (mine / "version.py").write_bytes(version or (toolchain.torch_home() / "version.py").read_bytes())
         if library:
             (mine / "lib" / library).touch()
-        patch.setattr(build, "torch_home", lambda: mine)
+        patch.setattr(builder, "torch_home", lambda: mine)
 
     return change
 
 
 def other_flags(name: str) -> Change:
-    return lambda place, patch, *_: patch.setattr(build, name, [*getattr(build, name), "-fanother"])
+    return lambda place, patch, *_: patch.setattr(builder, name, [*getattr(builder, name), "-fanother"])
 
 
 WHAT: dict[str, Change] = {  # found by everybody
@@ -78,35 +80,35 @@ HOW: dict[str, Change] = {  # of importance for who compiles
 def test_another_library_is_built_when_something_changes(
     change: str, tmp_path: Path, compiler: Compiler, nvcc: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def name() -> build.Name:
-        toolchain._answer.cache_clear()  # it may be another compiler now
-        return build.name_for("cuda", toolchain.toolchain("cuda"))
+    def name() -> builder.Name:
+        toolchain._output_of.cache_clear()  # it may be another compiler now
+        return builder.name_for("cuda", toolchain.toolchain("cuda"))
 
     before = name()
     {**WHAT, **HOW, "nothing": lambda *_: None}[change](tmp_path, monkeypatch, compiler, nvcc)
     after = name()
-    assert (after.what != before.what) == (change in WHAT)
-    assert (after.how != before.how) == (change in HOW)
-    toolchain._answer.cache_clear()
+    assert (after.content != before.content) == (change in WHAT)
+    assert (after.compilers != before.compilers) == (change in HOW)
+    toolchain._output_of.cache_clear()
 
 
 def test_torch_elsewhere_and_sources_elsewhere_make_the_same_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {part: build.what(part) for part in build.PARTS}
+    before = {part: builder.content_hash(part) for part in builder.PARTS}
     copy = copied(ROOT / "csrc", tmp_path / "csrc")
-    monkeypatch.setattr(build, "sources", lambda: copy)
+    monkeypatch.setattr(builder, "sources", lambda: copy)
     other_torch(b"")(tmp_path, monkeypatch)  # type: ignore[call-arg]
-    assert {part: build.what(part) for part in build.PARTS} == before
+    assert {part: builder.content_hash(part) for part in builder.PARTS} == before
 
 
 def test_a_library_is_found_by_the_gpus_that_it_serves_and_not_by_a_variable(
     cache: Path, compiler: Compiler, nvcc: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZERO_FULL_CUDA_ARCHS", "80;90+PTX")
-    installed = build.build("cuda", places.BUILT)
+    installed = builder.build("cuda", library_cache.BUILT)
     monkeypatch.delenv("ZERO_FULL_CUDA_ARCHS")
-    native = build.build("cuda", cache, [(12, 0)])
+    native = builder.build("cuda", cache, [(12, 0)])
     for path in (compiler.path, nvcc.path):
         path.unlink()  # where it is used there need be no compiler
     both = {installed, native}
@@ -117,8 +119,8 @@ def test_a_library_is_found_by_the_gpus_that_it_serves_and_not_by_a_variable(
         ([(7, 5)], []),
         ([(7, 5), (9, 0)], []),
     ):
-        assert build.find("cuda", devices) == expected
-    assert set(build.find("cuda")) == both
+        assert builder.find("cuda", devices) == expected
+    assert set(builder.find("cuda")) == both
 
 
 @pytest.mark.parametrize(
@@ -134,14 +136,17 @@ def test_nvcc_is_given_no_architecture_that_it_does_not_know(
 ) -> None:
     nvcc.options["gpus"] = " ".join(map(str, known))
     nvcc.become("for this test")
-    build.build("cuda", cache)
+    builder.build("cuda", cache)
     words = {word for line in nvcc.lines() for word in line.split() if word.startswith("arch=")}
     assert words == {f"arch=compute_{each}" for each in expected}
 
 
 def test_only_one_of_many_ranks_compiles(cache: Path, tmp_path: Path) -> None:
     compiler = Compiler(tmp_path / "c++", delay=0.05)
-    code = "from zero_full.kernels import build, places; print(build.build('cpu', places.caches()[0]))"
+    code = (
+        "from zero_full.kernels import builder; from zero_full.kernels.library_cache import caches; "
+        "print(builder.build('cpu', caches()[0]))"
+    )
     env = {**os.environ, "CXX": str(compiler.path)}
     ranks = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
@@ -164,12 +169,12 @@ def test_a_mistake_is_remembered_until_it_is_asked_for_or_the_compiler_is_anothe
     for again, tried in ((False, True), (False, False), (True, True)):
         before = compiler.count()
         with pytest.raises(BuildError, match="failed with code 3"):
-            build.build("cpu", cache, again=again)
+            builder.build("cpu", cache, again=again)
         assert (compiler.count() > before) == tried
-    assert "this is no C++" in (build.last_failure("cpu", cache) or "")
+    assert "this is no C++" in (builder.last_failure("cpu", cache) or "")
     compiler.become("2")
-    toolchain._answer.cache_clear()
-    assert build.build("cpu", cache).exists()
+    toolchain._output_of.cache_clear()
+    assert builder.build("cpu", cache).exists()
 
 
 PASSING = {
@@ -196,21 +201,21 @@ def test_only_a_mistake_is_not_tried_again(end: str, cache: Path, compiler: Comp
     for _ in range(2):
         tried = compiler.count()
         with pytest.raises(BuildError, match="this command failed with code"):
-            build.build("cpu", cache)
+            builder.build("cpu", cache)
     assert (compiler.count() > tried) == (end in PASSING)
     compiler.become("1")  # the same compiler, which nobody kills now
     if end in PASSING:
-        assert build.last_failure("cpu", cache) is None
-        assert build.build("cpu", cache).exists()
+        assert builder.last_failure("cpu", cache) is None
+        assert builder.build("cpu", cache).exists()
 
 
 def test_who_has_waited_for_a_failure_does_not_try_it_once_more(cache: Path, tmp_path: Path) -> None:
     slow = Compiler(tmp_path / "c++", end="kill -9 $$", delay=0.2)
-    alone = len(build.commands("cpu", toolchain.Toolchain("c++", None, Path("torch")), (), Path()))
+    alone = len(builder.commands("cpu", toolchain.Toolchain("c++", None, Path("torch")), (), Path()))
 
     def rank(_: int) -> str:
         with pytest.raises(BuildError) as failed:
-            build.build("cpu", cache)
+            builder.build("cpu", cache)
         return str(failed.value)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as ranks:
@@ -222,11 +227,11 @@ def test_who_has_waited_for_a_failure_does_not_try_it_once_more(cache: Path, tmp
 def test_a_record_that_is_none_is_no_reason(cache: Path, compiler: Compiler) -> None:
     compiler.become("1", MISTAKE)
     with pytest.raises(BuildError):
-        build.build("cpu", cache)
+        builder.build("cpu", cache)
     (record,) = cache.glob("*.failed")
     for content in ("", "half of it", "[]", "{}"):
         record.write_text(content)
-        assert build.last_failure("cpu", cache) is None
+        assert builder.last_failure("cpu", cache) is None
 
 
 @pytest.mark.parametrize(
@@ -247,13 +252,13 @@ def test_what_is_missing_is_named(
         monkeypatch.setenv("CXX", shutil.which("g++") or "")
     monkeypatch.setenv(variable, value)
     with pytest.raises(BuildError, match=complaint):
-        build.build(part, cache)
+        builder.build(part, cache)
 
 
 def test_sources_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "PACKAGE", tmp_path / "zero_full")
-    with pytest.raises(BuildError, match=r"the C\+\+ sources are missing: there is no .*csrc"):
-        build.sources()
+    monkeypatch.setattr(builder, "PACKAGE", tmp_path / "zero_full")
+    with pytest.raises(BuildError, match=r"the C\+\+ sources are missing: .*csrc"):
+        builder.sources()
 
 
 # Here ----------------------------------------------------------------------------------------------
@@ -261,16 +266,17 @@ def test_sources_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one level")
 def test_each_level_is_compiled_for_its_instruction_set(compiler: Compiler, tmp_path: Path) -> None:
-    commands = build.commands("cpu", toolchain.toolchain("cpu"), (), tmp_path)
-    for level in build.LEVELS:
+    commands = builder.commands("cpu", toolchain.toolchain("cpu"), (), tmp_path)
+    for level in builder.LEVELS:
         mine = [command for path, command in commands.items() if path.name == f"adam.cpp.{level}.o"]
         assert len(mine) == 1 and {f"-march=x86-64-{level}", f"-DZF_ISA={level}"} <= set(mine[0])
 
 
 def test_the_builder_needs_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys; from zero_full.kernels import build, places; "
-        "print(bool(build.find('cpu') or build.what('cpu')) and not {'torch', 'numpy'} & set(sys.modules))"
+        "import sys; from zero_full.kernels import builder, library_cache; "
+        "found = builder.find('cpu') or builder.content_hash('cpu'); "
+        "print(bool(found) and not {'torch', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from tests.kernels import cubin
 from tests.kernels.cubin import ARCHITECTURES, ARRAYS, Access, Compiled, Kernel, Usage
-from zero_full.kernels import build, toolchain
+from zero_full.kernels import builder, toolchain
 
 
 def why_no_nvcc() -> str:
@@ -75,7 +75,7 @@ def test_every_kernel_is_compiled_for_every_architecture(usages: list[Usage]) ->
     assert set(there.values()) == {len(ARCHITECTURES)}
     assert {usage.architecture for usage in usages} == set(ARCHITECTURES)
     assert {kernel.name for kernel in there} == {*ARRAYS, *COMBINING, *ASKED}
-    with_kernels = {path.name for path in (build.sources() / "cuda").glob("*.cu")}
+    with_kernels = {path.name for path in (builder.sources() / "cuda").glob("*.cu")}
     assert {kernel.source for kernel in there} == with_kernels
 
 

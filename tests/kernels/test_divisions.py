@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import INF, NAN, levels
-from zero_full.kernels.build import KERNEL, sources, toolchain
+from zero_full.kernels.builder import KERNEL, sources, toolchain
 
 SOURCE = Path(__file__).parent / "divisions.cpp"
 ONE, MANTISSAS = 0x3F800000, 2**23  # the bits of 1, and how many numbers there are up to 2

@@ -154,11 +154,11 @@ def test_where_direct_access_cannot_be_the_page_cache_is_used_and_the_reason_tol
 ) -> None:
     opened = files._open("/dev/null", write=True, direct=True)
     assert opened.direct is None
-    assert opened.why == "O_DIRECT is refused: Invalid argument"
+    assert opened.reason == "opening with O_DIRECT failed: Invalid argument"
     opened.close()
     monkeypatch.setattr(files, "_units", lambda _: (0, 0))
     assert not describe(tmp_path).direct
-    assert "page cache: the file system says so" in str(describe(tmp_path))
+    assert "page cache: the file system does not support O_DIRECT" in str(describe(tmp_path))
     monkeypatch.setattr(files, "O_DIRECT", 0)
     assert "page cache: this system has no O_DIRECT" in str(describe(tmp_path))
     with BlockIO() as io:

@@ -37,9 +37,7 @@ def test_a_file_that_is_too_short_says_how_much_it_has(
 ) -> None:
     (tmp_path / "short").write_bytes(bytes(size))
     transfer = io.read(tmp_path / "short", noise(2 * PAGE + 11, memory_offset))
-    with pytest.raises(
-        OSError, match=f"short has {size} bytes: {2 * PAGE + 11} bytes at offset 0 are not there"
-    ):
+    with pytest.raises(OSError, match=f"short has {size} bytes, too few to read {2 * PAGE + 11} bytes"):
         transfer.wait()
 
 
@@ -122,7 +120,7 @@ def test_what_cannot_be_transferred_is_refused(tmp_path: Path, io: BlockIO) -> N
     for wrong, reason in [
         (torch.empty(4, 4).t(), r"\(4, 4\) is not contiguous"),
         (torch.empty(1).expand(3), "is not contiguous"),
-        (torch.empty(3, device="meta"), "a tensor on meta: copy it to the CPU"),
+        (torch.empty(3, device="meta"), "is on meta: copy it to host memory"),
         (torch.eye(3).to_sparse(), "is not contiguous"),
     ]:
         with pytest.raises(ValueError, match=reason):

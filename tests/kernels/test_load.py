@@ -18,7 +18,7 @@ import zero_full
 from tests.kernels.compilers import MISTAKE, NVCC_12_0, Compiler
 from tests.zero_full.runs import Net, config
 from zero_full import assemble
-from zero_full.kernels import build, load, places, toolchain
+from zero_full.kernels import builder, library_cache, load, toolchain
 from zero_full.offload import HostTier
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def gpu(cache: Path, nvcc: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compile
 def put(directory: Path, devices: Sequence[tuple[int, int]] = (H100,), **answers: object) -> Path:
     """A library that gives these answers to the loader, under the name that nvcc's would have."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = directory / str(build.name_for("cuda", toolchain.toolchain("cuda"), devices))
+    path = directory / str(builder.name_for("cuda", toolchain.toolchain("cuda"), devices))
     source = path.with_suffix(".c")
     source.write_text(LIBRARY % {**GOOD, **answers})
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", str(path), str(source)], check=True)
@@ -76,12 +76,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "an older driver": (
         {"driver": 12040},
-        r"the driver is too old \(made with CUDA 13\.0, the driver serves 12\.4, torch has ",
+        r"the driver is too old \(made with CUDA 13\.0, the driver supports 12\.4, torch has ",
     ),
     "no driver": ({"driver": 0}, "there is no driver"),
     "another architecture": (
         {"check": '"no kernel image is available for execution on the device"'},
-        r"no kernel image is available .*\(made with CUDA 13\.0, the driver serves 13\.1",
+        r"no kernel image is available .*\(made with CUDA 13\.0, the driver supports 13\.1",
     ),
     "what the driver cannot translate": ({"check": '"unsupported toolchain"'}, "unsupported toolchain"),
     "what torch refuses": ({"register": '"no such operator"'}, "no such operator"),
@@ -93,32 +93,32 @@ def test_a_library_that_does_not_run_here_is_refused_when_it_is_loaded(
     why: str, gpu: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers, reason = REFUSED[why]
-    path = put(places.BUILT, **answers)
+    path = put(library_cache.BUILT, **answers)
     gpu.become("another", MISTAKE)  # so none takes its place
-    toolchain._answer.cache_clear()
+    toolchain._output_of.cache_clear()
     found = loaded_anew(GPU)
     assert found.path is None and str(path) in found.reason and re.search(reason, found.reason)
-    assert "none is made here: this command failed" in found.reason
+    assert "none was built: this command failed" in found.reason
     assert warnings(caplog) == [f"no compiled operators for cuda, torch's own are used: {found.reason}"]
     assert registered(path) == (why == "what torch refuses")
     assert not load.compiled_for(torch.device("meta"))
 
 
 def test_a_library_whose_kernel_runs_is_used(gpu: Compiler, caplog: pytest.LogCaptureFixture) -> None:
-    path = put(places.BUILT)
-    assert load.look("cuda") == load.Loaded(path) and registered(path) == 0
-    assert "one kernel to see whether it runs" in dict(load.rows())["cuda"]
+    path = put(library_cache.BUILT)
+    assert load.find("cuda") == load.Loaded(path) and registered(path) == 0
+    assert "one kernel as a test" in dict(load.rows())["cuda"]
     assert loaded_anew(GPU) == load.Loaded(path) and registered(path) == 1
     assert not warnings(caplog) and gpu.count() == 0
 
 
 def test_the_next_best_library_is_used_where_the_best_does_not_run(gpu: Compiler, cache: Path) -> None:
-    best = put(places.BUILT, check='"not here"')
+    best = put(library_cache.BUILT, check='"not here"')
     gpu.become("older")
-    toolchain._answer.cache_clear()
+    toolchain._output_of.cache_clear()
     second = put(cache)
     os.utime(second, (1, 1))
-    assert build.find("cuda", [H100]) == [best, second]
+    assert builder.find("cuda", [H100]) == [best, second]
     assert loaded_anew(GPU) == load.Loaded(second) and gpu.count() == 0
 
 
@@ -140,7 +140,7 @@ def test_on_first_use_only_the_device_at_hand_is_compiled_for(gpu: Compiler) -> 
     assert wanted == {"arch=compute_90,code=sm_90"}
 
 
-@pytest.mark.parametrize("part", build.PARTS)
+@pytest.mark.parametrize("part", builder.PARTS)
 @pytest.mark.parametrize("wanted", ["all", "auto"])
 def test_who_has_asked_for_compiled_operators_is_warned_if_there_are_none(
     wanted: str,
@@ -159,7 +159,7 @@ def test_who_has_asked_for_compiled_operators_is_warned_if_there_are_none(
 
 
 def test_a_run_on_a_gpu_compiles_nothing_for_the_cpu(gpu: Compiler, compiler: Compiler) -> None:
-    put(places.BUILT)
+    put(library_cache.BUILT)
     assert loaded_anew(GPU).path is not None
     assert compiler.count() == 0
 
@@ -173,20 +173,20 @@ def test_a_file_that_cannot_be_opened_is_built_anew_once(
             raise OSError("Could not load this library") from OSError(f"{path}: version `GLIBC_9' not found")
 
     monkeypatch.setattr(torch.ops, "load_library", open_library)
-    path = build.build("cpu", cache)
+    path = builder.build("cpu", cache)
     once = compiler.count()
     path.write_text(content)
-    seen = build.stamp(path)
-    assert load.look("cpu").reason.endswith("or now with python -m zero_full build")
+    seen = builder.stamp(path)
+    assert load.find("cpu").reason.endswith("or now with python -m zero_full build")
     assert loaded_anew(CPU) == load.Loaded(path) and compiler.count() == 2 * once
     assert loaded_anew(CPU) == load.Loaded(path)
-    assert build.build("cpu", cache, broken={path: seen}) == path  # a rank that has seen the old file, too
+    assert builder.build("cpu", cache, broken={path: seen}) == path  # a rank that has seen the old file, too
     assert compiler.count() == 2 * once
     path.write_text(content)
     compiler.become("another", MISTAKE)
-    toolchain._answer.cache_clear()
+    toolchain._output_of.cache_clear()
     reason = loaded_anew(CPU).reason
-    assert "version `GLIBC_9' not found; and none is made here: this command failed" in reason
+    assert "version `GLIBC_9' not found; and none was built: this command failed" in reason
 
 
 def test_the_library_of_another_system_stays_where_it_is(
@@ -194,7 +194,7 @@ def test_the_library_of_another_system_stays_where_it_is(
 ) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(os, "confstr", lambda name: "glibc 9.9")
-        theirs = build.build("cpu", cache)
+        theirs = builder.build("cpu", cache)
     theirs.write_text("theirs")
 
     def open_library(path: Path) -> None:
@@ -234,8 +234,8 @@ def run(code: str, **variables: Any) -> subprocess.CompletedProcess[str]:
 
 def test_without_kernels_the_doctor_says_why_and_operators_still_work(cache: Path) -> None:
     code = (
-        "from pathlib import Path; from zero_full.kernels import places; "
-        "places.BUILT = Path('/nowhere'); from zero_full.kernels import load; "
+        "from pathlib import Path; from zero_full.kernels import library_cache; "
+        "library_cache.BUILT = Path('/nowhere'); from zero_full.kernels import load; "
         "print(load.rows()[0]); import torch; g = [torch.tensor([3.0, 4.0])]; here = g[0].device; "
         "print(load.operators(here).unscale_norm_check(g, 1.0)[0].item(), load.load(here).reason)"
     )
@@ -248,13 +248,13 @@ def test_without_kernels_the_doctor_says_why_and_operators_still_work(cache: Pat
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("off", "switched off by ZERO_FULL_KERNELS=off"), ("no", "it can be auto, all, off")],
+    [("off", "switched off by ZERO_FULL_KERNELS=off"), ("no", "must be one of auto, all, off")],
 )
 def test_kernels_can_be_switched_off_and_a_wrong_word_is_refused(
     word: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZERO_FULL_KERNELS", word)
-    for look in (lambda: load.look("cpu"), lambda: loaded_anew(CPU)):
+    for look in (lambda: load.find("cpu"), lambda: loaded_anew(CPU)):
         try:
             said = look().reason
         except ValueError as error:

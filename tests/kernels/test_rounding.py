@@ -110,8 +110,8 @@ def test_numbers_are_written_in_any_dtype_or_added(maker: Any) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_the_reference_makes_on_the_way_is_a_piece_at_most(bits: int) -> None:
     flat, out = numbers(0, 10_000, BF16), torch.empty(10_000, dtype=BF16)
-    made = mock.Mock(wraps=reference._in_rows)
-    with mock.patch.dict(reference.PIECE, cpu=500), mock.patch.object(reference, "_in_rows", made):
+    made = mock.Mock(wraps=reference._blocks_of)
+    with mock.patch.dict(reference.PIECE, cpu=500), mock.patch.object(reference, "_blocks_of", made):
         payload = quantize(reference, flat, bits, 50).payload
         reference.dequantize_blocks(payload, out, bits, 50, False)
     assert [call.args[0].numel() for call in made.call_args_list] == [500] * 40

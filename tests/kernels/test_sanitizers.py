@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_full.kernels import build, toolchain
+from zero_full.kernels import builder, toolchain
 
 HERE = Path(__file__).parent
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
@@ -27,10 +27,10 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the library is, under its usual name, with sanitizers compiled in."""
     cache, scratch = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("objects")
     tools = toolchain.toolchain("cpu")
-    jobs = build.commands("cpu", tools, (), scratch)
+    jobs = builder.commands("cpu", tools, (), scratch)
     for path, command in jobs.items():
         subprocess.run([*command, *SANITIZED, "-o", str(path)], check=True)
-    link = build.link_command("cpu", tools, list(jobs), cache / str(build.name_for("cpu", tools)))
+    link = builder.link_command("cpu", tools, list(jobs), cache / str(builder.name_for("cpu", tools)))
     subprocess.run([*link, *SANITIZED], check=True)
     return cache
 
@@ -75,7 +75,7 @@ def test_the_sanitizers_would_tell(sanitized: Path) -> None:
 
 def run_pool(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`block_io_check.cpp`, compiled so, has run. Sources in the directory come before those of csrc."""
-    program, places = directory / "check", [f"-I{directory}", f"-I{build.sources()}"]
+    program, places = directory / "check", [f"-I{directory}", f"-I{builder.sources()}"]
     source = str(HERE / "block_io_check.cpp")
     command = [
         _compiler(),
@@ -123,8 +123,8 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_pool_is_noticed(tmp_path: Path, name: str) -> None:
     right, wrong, said = MISTAKES[name]
-    shutil.copytree(build.sources() / "io", tmp_path / "io")
-    shutil.copy(build.sources() / "bind_io.cpp", tmp_path)
+    shutil.copytree(builder.sources() / "io", tmp_path / "io")
+    shutil.copy(builder.sources() / "bind_io.cpp", tmp_path)
     place = tmp_path / "io/block_io.cpp"
     assert place.read_text().count(right) == 1
     place.write_text("#include <typeinfo>\n" + place.read_text().replace(right, wrong))

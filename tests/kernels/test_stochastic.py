@@ -96,7 +96,7 @@ def test_pieces_of_a_tensor_draw_what_the_whole_draws() -> None:
 
 def draws(key: int, step: Tensor, place: int, numel: int = 1000) -> list[Tensor]:
     """16 bits for the master, the first and the second moment of each element."""
-    return [each & 0xFFFF for each in reference.draws(key, step, place, numel)]
+    return [each & 0xFFFF for each in reference.random_bits(key, step, place, numel)]
 
 
 def test_on_average_a_number_stays_what_it_is() -> None:
@@ -105,7 +105,7 @@ def test_on_average_a_number_stays_what_it_is() -> None:
     for number in (1 + 1e-3, 1 + 2**-8, -(1 + 2**-7 - 1e-4), 3e-5, -123.4, 1e-39, 1.9999):
         values = torch.full((numel,), number)
         for drawn in draws(5, torch.tensor(3.0), 10**10, numel):
-            got = reference.rounded_by(values, drawn).double()
+            got = reference.round_stochastically(values, drawn).double()
             below, above = float(got.min()), float(got.max())
             exact = float(values[0].double())
             assert below <= exact <= above and (above - below) <= abs(exact) * 2**-7 + 1e-40

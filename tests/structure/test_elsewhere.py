@@ -47,7 +47,7 @@ assert lessons.__main__.main(["list"]) == 0
 """
 TRAIN = """
 from zero_full.doctor import bandwidth
-from zero_full.kernels import build, load, places
+from zero_full.kernels import builder, library_cache, load
 from zero_full.shard.step.stop_signals import StopSignals
 
 torch.manual_seed(0)
@@ -64,13 +64,13 @@ assert losses[2] < losses[1] < losses[0], losses
 print("operators:", load.load(torch.device("cpu")).reason)
 refused = {
     "save": lambda: engine.save_checkpoint(FOLDER),
-    "build": lambda: build.build("cpu", places.BUILT),
+    "build": lambda: builder.build("cpu", library_cache.BUILT),
     "measure": lambda: bandwidth.disk_rows("."),
 }
 for what in refused.values():
     try:
         what()
-    except (OSError, build.BuildError, zero_full.CheckpointError, bandwidth.MeasureError) as error:
+    except (OSError, builder.BuildError, zero_full.CheckpointError, bandwidth.MeasureError) as error:
         print("refused:", error)
 watching = StopSignals()
 watching.watch([signal.SIGTERM])
@@ -94,7 +94,7 @@ def test_everything_is_imported_and_the_lessons_speak_without_what_only_linux_ha
 
 def test_zero_full_trains_without_it_and_says_what_it_cannot_do(tmp_path: Path) -> None:
     said = run("import zero_full\nSTAGE = 2\nFOLDER = " + repr(str(tmp_path / "saved")) + TRAIN)
-    assert "operators: they are compiled on Linux and macOS only" in said
+    assert "operators: operators are compiled on Linux and macOS only" in said
     refused = [line for line in said.splitlines() if line.startswith("refused: ")]
     assert len(refused) == 3, said
     assert "on Linux and macOS only: on Windows use WSL" in refused[0]

@@ -32,7 +32,6 @@ STATE = {
     "kernels.ops.LIBRARY": "the operators are registered with torch, once in a process",
 }
 CACHES = {  # of what depends on the arguments alone
-    "comm.device_queue.driver_of": "of CUDA's driver, by device: whether it does what is wanted",
     "construct.deferred.draws_numbers": "by operation of torch",
     "construct.deferred._written_arguments": "by operation of torch",
     "construct.recorded._recorded_kind": "by class",
@@ -41,7 +40,7 @@ CACHES = {  # of what depends on the arguments alone
     "shard.group.parameters.placeholder_scalar": "one number by dtype and device, behind released parameters",
     "shard.group.released._released": "by class",
     "fit.grammar.families": "of a file of the package, which nobody writes",
-    "kernels.toolchain._answer": "what a compiler of this machine says of itself",
+    "kernels.toolchain._output_of": "what a compiler of this machine says of itself",
     "kernels.file_threads._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",
     "kernels.load.load": "operators are compiled and loaded once in a process, by device",

@@ -30,6 +30,12 @@ def test_the_record_names_functions_that_there_are() -> None:
 
 def test_a_gradient_is_followed_from_autograd_to_the_sweep() -> None:
     names = [name for _, name in count("gradient")]
-    way = ["GradientReducer.arrived", "FlatGradients.take", "FlatGradients.reduce", "Master.fetch", "sweep"]
+    way = [
+        "GradientReducer.arrived",
+        "FlatGradients.take",
+        "FlatGradients.reduce",
+        "Master.fetch",
+        "fused_step",
+    ]
     assert [name for name in names if name in way] == way
     assert "Engine.backward" not in names and "ZeroOptimizer._agree" not in names

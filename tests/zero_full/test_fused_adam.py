@@ -114,7 +114,7 @@ def test_second_moments_with_too_few_bits_to_become_smaller_are_warned_of(
     said = [str(each.message) for each in caught if "second moments" in str(each.message)]
     assert len(said) == warns
     for text in said:
-        assert f"with beta2 = {beta2}" in text and "Use a beta2 of" in text
+        assert f"beta2 = {beta2}" in text and "Use a beta2 of" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,7 +14,7 @@ from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full.errors import ConfigError
 from zero_full.kernels import reference
-from zero_full.optim.fused_adam import Chances
+from zero_full.optim.fused_adam import RoundingKeys
 from zero_full.plan import plan
 from zero_full.precision import Dtypes
 
@@ -90,7 +90,7 @@ def trained(comm: Any, chosen: dict[str, Any], steps: int = 3) -> dict[str, Tens
 
 def expected(low_state: bool = True, seed: int = 11, steps: int = 3) -> dict[str, Tensor]:
     """By the reference, on whole parameters."""
-    found, chances = {}, Chances(seed)
+    found, keys = {}, RoundingKeys(seed)
     for name, p in Dots().named_parameters():
         master, moments = p.detach().bfloat16(), torch.bfloat16 if low_state else torch.float32
         m, v, count = (
@@ -101,7 +101,7 @@ def expected(low_state: bool = True, seed: int = 11, steps: int = 3) -> dict[str
         for step in range(steps):
             gradient = torch.stack([inputs_of(step, batch)[name] for batch in range(BATCHES)]).sum(0)
             count += 1
-            about = ([master], [gradient], [m], [v], [count], [chances.key(name)], [0])
+            about = ([master], [gradient], [m], [v], [count], [keys.key(name)], [0])
             reference.adam_step_stochastic(*about, 0.01, 0.9, 0.999, 1e-8, 0.1, True, 1.0)
         found |= {name: master} | ({f"exp_avg of {name}": m, f"exp_avg_sq of {name}": v} if p.numel() else {})
     return found
@@ -204,7 +204,7 @@ def test_it_is_refused_where_it_would_have_no_effect() -> None:
     with pytest.raises(ValueError, match="rounding_seed needs low_master"):
         Dtypes(rounding_seed=0)
     for kind, params in (("SGD", {"lr": 0.1}), ("Lamb", {}), ("AdamW", {"amsgrad": True}), ("NAdam", {})):
-        with pytest.raises(TypeError, match=r"bf16.stochastic_rounding: only torch's Adam and AdamW"):
+        with pytest.raises(TypeError, match=r"bf16.stochastic_rounding"):
             zero_full.initialize(
                 model=Net(), config=config(1, bf16=SECTION, optimizer={"type": kind, "params": params})
             )
@@ -214,7 +214,7 @@ def test_an_option_that_needs_another_step_is_refused_in_the_step() -> None:
     engine, *_ = zero_full.initialize(model=Net(), config=config(1, bf16=SECTION))
     engine.optimizer.param_groups[0]["maximize"] = True
     engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
-    with pytest.raises(TypeError, match=r"bf16.stochastic_rounding: .* maximize"):
+    with pytest.raises(TypeError, match=r"bf16.stochastic_rounding .* maximize"):
         engine.step()
     engine.destroy()
 

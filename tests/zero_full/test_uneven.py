@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.simulated import SimulatedQueue
 from tests.worlds import POOL, RankError
 from tests.zero_full.test_transport import CPU, HALF, everyone
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.fake_ranks import PretendedGroup
-from zero_full.comm.host_staging import Staged
+from zero_full.comm.host_staging import HostStaging
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import share_memory
 from zero_full.comm.topology import new_group, ranks_of
@@ -45,7 +44,7 @@ def wrong_ones(comm: Any, seeds: range) -> list[str]:
     rank, world, mine = comm.rank, comm.world_size, random.Random(comm.rank)
     shared = share_memory(everyone(), half=HALF)
     assert shared is not None
-    barrier, queue = shared.barrier, SimulatedQueue(rank)
+    barrier = shared.barrier
 
     def dawdle(call: Any) -> None:
         barrier(call)
@@ -55,7 +54,7 @@ def wrong_ones(comm: Any, seeds: range) -> list[str]:
     behind = share_memory(new_group(ranks_of(everyone()), like=everyone()), half=64)
     assert behind is not None
     ways: dict[str, Any] = {"native": Native(everyone()), "exchange": Exchange(everyone()), "shared": shared}
-    ways["staged"] = Staged(behind, queue, room=1024)
+    ways["staged"] = HostStaging(behind, staging=1024)
     found = []
     for seed in seeds:
         sizes, dtype = table(world, seed), DTYPES[seed % len(DTYPES)]
@@ -65,10 +64,7 @@ def wrong_ones(comm: Any, seeds: range) -> list[str]:
         for name, by in ways.items():
             received = torch.zeros_like(want)
             by.all_to_all(sent, received, splits)
-            queue.synchronize()
             found += [f"{name}, seed {seed}"] if not torch.equal(received, want) else []
-    ways["staged"].close()
-    queue.end()
     return found
 
 

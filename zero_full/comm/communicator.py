@@ -16,12 +16,11 @@ from torch import Tensor
 
 from zero_full._compat import backend_of, default_store
 from zero_full.comm.desync import CallCheck
-from zero_full.comm.device_queue import queue_for
 from zero_full.comm.exit_reason import leave_reason, reasons_of
 from zero_full.comm.fake_ranks import Pretence, PretendedGroup
 from zero_full.comm.forked import keep_for_good, only_here
 from zero_full.comm.host_staging import HALF as STAGED_HALF
-from zero_full.comm.host_staging import Staged
+from zero_full.comm.host_staging import HostStaging
 from zero_full.comm.ledger import CollectiveCall, Traffic
 from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.topology import ranks_of
@@ -37,7 +36,7 @@ def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memo
         return Native(group)
     on_host = device.type == "cpu"
     by = share_memory(group, shared_memory, HALF if on_host else STAGED_HALF) or Exchange(group)
-    return by if on_host else Staged(by, queue_for(device))
+    return by if on_host else HostStaging(by)
 
 
 class _ClosedTransport:
@@ -83,14 +82,12 @@ class Communicator:
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
         self.store: Any = None  # where a rank writes why it ended
-        self.fails_late = False  # a collective may fail after its call: ask `check`
         if self.group is not None:
             self._open(self.group, check_timeout_s, shared_memory)
 
     def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None, shared_memory: bool) -> None:
         def choose() -> None:
             self.transport = choose_transport(group, self.device, shared_memory)
-            self.fails_late = self.transport.fails_late
 
         if check_timeout_s is not None:
             self.call_check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
@@ -173,29 +170,10 @@ class Communicator:
             return []
         return [self.ranks[place] for place in self.transport.awaited_by()]
 
-    def check(self, what: str) -> None:
-        """Raise CommunicationError if a queued collective has failed.
-
-        Call it after waiting for the device, before trusting the results of its collectives.
-        """
-        if self.transport is not None and not self.closed:
-            try:
-                self.transport.check()
-            except RuntimeError as error:
-                raise self._failure("reading", what, error) from error
-
     def close(self) -> None:
-        """Free the process group and its connections. A later collective raises CommunicationError.
-
-        Waits for queued collectives, and raises if one of them failed and no call has raised its error yet.
-        """
-        if self.transport is not None and not self.closed:
-            transport = self.transport
+        """Free the process group and its connections. A later collective raises CommunicationError."""
+        if self.transport is not None:
             self._drop_group()
-            try:
-                transport.close()
-            except RuntimeError as error:
-                raise self._failure("closing", "the group", error) from error
 
     def leave_to_parent(self) -> None:
         """Close in a forked child: the parent still uses the group, so its destructor must not run here."""

@@ -25,7 +25,7 @@ class PretendedGroup(dist.ProcessGroup):
 class Pretence:
     """The transport of a fake group. Only `sum_numbers` and `gather_objects` have a result."""
 
-    name, fails_late = "pretence", False
+    name = "pretence"
     call = NO_CALL
 
     def __init__(self, group: PretendedGroup) -> None:
@@ -57,9 +57,3 @@ class Pretence:
     def awaited_by(self) -> list[int]:
         """No ranks."""
         return []
-
-    def check(self) -> None:
-        """Do nothing: no collective fails."""
-
-    def close(self) -> None:
-        """Do nothing: a fake group has no connections."""

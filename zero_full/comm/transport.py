@@ -46,7 +46,6 @@ class Transport(Protocol):
 
     name: str
     call: Call  # the collective about to be made; ranks in shared memory compare it
-    fails_late: bool  # a collective may fail after its call has returned: `check` raises then
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Sum this rank's slice of `whole` over all ranks into `out`, divided. `out` may lie in `whole`."""
@@ -71,12 +70,6 @@ class Transport(Protocol):
 
     def awaited_by(self) -> list[int]:
         """Ranks seen waiting in a collective that this rank has not entered."""
-
-    def check(self) -> None:
-        """Raise RuntimeError if a queued collective has failed."""
-
-    def close(self) -> None:
-        """Free threads and connections. Raises as `check` does."""
 
 
 def in_words(call: Call) -> str:
@@ -120,7 +113,6 @@ class OverGroup:
     """Collectives that every transport leaves to the backend."""
 
     call = NO_CALL
-    fails_late = False  # a call that fails raises, or (NCCL's) ends the process
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -147,12 +139,6 @@ class OverGroup:
     def awaited_by(self) -> list[int]:
         """No ranks: a backend does not show who waits."""
         return []
-
-    def check(self) -> None:
-        """Do nothing: a call that fails raises, or (NCCL's) ends the process."""
-
-    def close(self) -> None:
-        """Do nothing: dropping the reference to the group closes its connections."""
 
 
 class Native(OverGroup):

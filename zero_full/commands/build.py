@@ -6,12 +6,12 @@ from functools import partial
 from zero_full.commands.command import Command
 from zero_full.doctor import machine as doctor
 
-NO_CUDA = "not built, because this torch has no CUDA: `python -m zero_full build cuda` does it all the same"
+NO_CUDA = "not built, because this torch has no CUDA: `python -m zero_full build cuda` builds it anyway"
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "part", nargs="?", choices=["cpu", "cuda"], help="without this, all that the installed torch can use"
+        "part", nargs="?", choices=["cpu", "cuda"], help="default: the parts that the installed torch can use"
     )
 
 
@@ -22,7 +22,7 @@ def _run(options: Namespace) -> int:
         return 1
     import torch
 
-    from zero_full.kernels.build import PARTS
+    from zero_full.kernels.builder import PARTS
     from zero_full.kernels.toolchain import BuildError
 
     failed = 0
@@ -31,14 +31,14 @@ def _run(options: Namespace) -> int:
             print(f"{part}: {NO_CUDA}")
             continue
         try:
-            print(f"{part}: {load.build_now(part, partial(_tell, part))}")
+            print(f"{part}: {load.build_now(part, partial(_report, part))}")
         except (BuildError, OSError) as error:
             failed += part in ("cpu", options.part)
             print(f"{part}: not built: {error}")
     return failed
 
 
-def _tell(part: str, text: str) -> None:
+def _report(part: str, text: str) -> None:
     print(f"{part}: {text}", flush=True)
 
 
@@ -48,5 +48,5 @@ COMMAND = Command(
     ("", "cpu"),
     _run,
     _add_arguments,
-    more="Without a compiler nothing is lost but speed: torch's own are used then.",
+    more="Without a compiler torch's own operations are used: they give the same results, slower.",
 )

@@ -15,14 +15,16 @@ VARIABLE = "ZERO_FULL_CUDA_ARCHS"
 Device = tuple[int, int]  # a compute capability
 
 
-def parsed(text: str) -> tuple[str, ...]:
+def parse(text: str) -> tuple[str, ...]:
     """Parse a list of architectures such as "8.0, 9.0+PTX"."""
     found = []
     for each in re.split(r"[;, ]+", text.strip()):
         match = re.fullmatch(r"(\d+)\.?(\d?)(a?)(\+PTX)?", each)
         if not match:
-            raise BuildError(f"{VARIABLE}={text!r}: {each!r} is not like 90, 9.0, 90a or 90+PTX")
-        found.append("".join(part or "" for part in match.groups()))
+            raise BuildError(
+                f"{VARIABLE}={text!r}: {each!r} is no architecture. Write 90, 9.0, 90a or 90+PTX"
+            )
+        found.append("".join(match.groups(default="")))
     return tuple(found)
 
 
@@ -43,15 +45,17 @@ def chosen(known: Collection[int], devices: Collection[Device]) -> tuple[str, ..
     They are those of ZERO_FULL_CUDA_ARCHS; else those of the devices; else those of DEFAULT that nvcc knows.
     """
     if text := os.environ.get(VARIABLE):
-        asked = parsed(text)
+        asked = parse(text)
         if unknown := [each for each in asked if _number(each) not in known]:
-            raise BuildError(f"{VARIABLE}={text!r}: nvcc has no {', '.join(unknown)}, only {_listed(known)}")
+            raise BuildError(
+                f"{VARIABLE}={text!r}: nvcc does not support {', '.join(unknown)}, only {_listed(known)}"
+            )
         return asked
     if devices:
         return tuple(sorted({_best(device, known) for device in devices}))
-    usual = [each for each in map(_number, parsed(DEFAULT)) if each in known]
+    usual = [each for each in map(_number, parse(DEFAULT)) if each in known]
     if not usual:
-        raise BuildError(f"nvcc has none of {DEFAULT}, only {_listed(known)}: set {VARIABLE}")
+        raise BuildError(f"nvcc supports none of {DEFAULT}, only {_listed(known)}: set {VARIABLE}")
     return (*map(str, usual[:-1]), f"{usual[-1]}+PTX")
 
 
@@ -61,8 +65,10 @@ def _best(device: Device, known: Collection[int]) -> str:
         return str(number)
     older = [each for each in known if each < number]
     if not older:
-        told = f"nvcc makes no code for this GPU ({number}), only for {_listed(known)}"
-        raise BuildError(f"{told}: install an older CUDA toolkit and set CUDA_HOME to where it is")
+        raise BuildError(
+            f"nvcc does not support this GPU ({number}), only {_listed(known)}: install an older CUDA "
+            "toolkit, and set CUDA_HOME to its directory"
+        )
     return f"{max(older)}+PTX"  # for the driver to translate
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 END_OF_FILE = -1  # instead of an errno
 NO_MEMORY = -2  # instead of a transfer's number
-REFUSED = (errno.EINVAL, errno.EFAULT)  # O_DIRECT's errors for unaligned blocks and unpinnable memory
+NOT_DIRECT = (errno.EINVAL, errno.EFAULT)  # O_DIRECT's errors for unaligned blocks and unpinnable memory
 POLL_MILLISECONDS = 100  # the delay of Ctrl-C, at most
 
 
@@ -106,7 +106,7 @@ def transfer_block(span: Span, write: bool) -> Failure:
             error = 0 if moved else (errno.EIO if write else END_OF_FILE)
         except OSError as failed:
             moved, error = 0, failed.errno or errno.EIO
-        if error and not (error in REFUSED and file != buffered):
+        if error and not (error in NOT_DIRECT and file != buffered):
             return Failure(error, offset)
         file = buffered
         memory, left, offset = memory + moved, left - moved, offset + moved
@@ -147,7 +147,7 @@ class CompiledThreads:
         self._functions = _functions(library)
         self._pool = self._functions.zf_io_open(threads)
         if not self._pool:
-            raise OSError(errno.EAGAIN, f"the system does not start {threads} threads")
+            raise OSError(errno.EAGAIN, f"the system could not start {threads} threads")
         self.close = weakref.finalize(self, _close, self._functions, self._pool, os.getpid())
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
@@ -155,9 +155,9 @@ class CompiledThreads:
         array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
         number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
         if number == NO_MEMORY:
-            raise MemoryError("no memory for the blocks of another transfer")
+            raise MemoryError("not enough memory to queue another transfer")
         if number < 0:
-            raise RuntimeError("no new transfers while the process ends")
+            raise RuntimeError("the process is ending: no new transfers")
         return number
 
     def finish(self, started: int) -> Failure:

@@ -63,9 +63,9 @@ class Opened(NamedTuple):
 
     buffered: FileIO
     direct: FileIO | None
-    unit: int
-    memory_unit: int
-    why: str  # the reason why there is no `direct`
+    unit: int  # bytes
+    memory_unit: int  # bytes
+    reason: str  # why there is no `direct`
 
     def close(self) -> None:
         """Close the file. Raises errors that the file system has deferred."""
@@ -84,18 +84,19 @@ def _open(path: str, write: bool, direct: bool) -> Opened:
     flags = os.O_WRONLY if write else os.O_RDONLY
     buffered = opened(flags | (os.O_CREAT if write else 0))
     if not direct or not O_DIRECT:
-        return Opened(buffered, None, PAGE, PAGE, "not wanted" if O_DIRECT else "this system has no O_DIRECT")
+        reason = "O_DIRECT is switched off" if O_DIRECT else "this system has no O_DIRECT"
+        return Opened(buffered, None, PAGE, PAGE, reason)
     try:
         second = opened(flags | O_DIRECT)
-    except OSError as refused:
-        return Opened(buffered, None, PAGE, PAGE, f"O_DIRECT is refused: {refused.strerror}")
+    except OSError as error:
+        return Opened(buffered, None, PAGE, PAGE, f"opening with O_DIRECT failed: {error.strerror}")
     memory_unit, unit = _units(second.fileno())
-    why = "the file system says so" if not unit else ""
+    reason = "" if unit else "the file system does not support O_DIRECT"
     if not os.path.samestat(os.fstat(buffered.fileno()), os.fstat(second.fileno())):
-        why = "another file has just taken its place"
-    if why:
+        reason = "the file was replaced while it was opened"
+    if reason:
         second.close()
-        return Opened(buffered, None, PAGE, PAGE, why)
+        return Opened(buffered, None, PAGE, PAGE, reason)
     return Opened(buffered, second, max(PAGE, unit, memory_unit), memory_unit, "")
 
 
@@ -114,7 +115,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _make_room(file: int, end: int) -> None:
+def _preallocate(file: int, end: int) -> None:
     """Allocate the file's final length, if the file system can do that at once.
 
     Otherwise direct writes past the end of the file would wait for each other.
@@ -156,7 +157,7 @@ class Transfer:
     def _begin(self) -> None:
         unit = self._opened.unit
         if self.write and self.direct_bytes:
-            _make_room(self._opened.buffered.fileno(), self.offset + self.bytes)
+            _preallocate(self._opened.buffered.fileno(), self.offset + self.bytes)
         block = -(-self._io.block_bytes // unit) * unit
         self._started = self._io.threads.start(self._spans, block, self.write, (self._tensor, self._opened))
 
@@ -166,7 +167,7 @@ class Transfer:
             self._io._check_process()
             self._finish()
         if error := self._error():
-            self._io._seen(self)
+            self._io._mark_raised(self)
             raise error
 
     def _finish(self) -> None:
@@ -175,7 +176,7 @@ class Transfer:
             failure = self._failure
             if failure is None:
                 failure = self._close(self._io.threads.finish(self._started))
-            if self._io._arrived(self, failure):
+            if self._io._complete(self, failure):
                 self._io.threads.forget(self._started)
                 del self._tensor
 
@@ -193,8 +194,8 @@ class Transfer:
         assert self._failure is not None
         error, at = self._failure
         if error == END_OF_FILE:
-            wanted = f"{self.bytes} bytes at offset {self.offset} are not there"
-            return OSError(f"{self.path} has {self._file_size} bytes: {wanted}")
+            wanted = f"{self.bytes} bytes at offset {self.offset}"
+            return OSError(f"{self.path} has {self._file_size} bytes, too few to read {wanted}")
         verb = "writing" if self.write else "reading"
         text = f"{os.strerror(error)} ({verb} {self.bytes} bytes at offset {self.offset}, failed at {at})"
         return OSError(error, text, self.path) if error else None
@@ -293,10 +294,10 @@ class BlockIO:
         self._check_open(path)
         _check_tensor(tensor)
         if offset < 0:
-            raise ValueError(f"offset={offset} of {path}: a file begins at 0")
-        while oldest := self._one_too_many():
+            raise ValueError(f"offset={offset} of {path}: must be at least 0")
+        while oldest := self._oldest_if_full():
             oldest._finish()
-        _settle(tensor, after)
+        _wait_for_device(tensor, after)
         transfer = Transfer(self, os.fspath(path), tensor, offset, write)
         with self._lock:
             self._check_open(path)
@@ -304,13 +305,13 @@ class BlockIO:
             self._in_flight[transfer] = None
         return transfer
 
-    def _one_too_many(self) -> Transfer | None:
+    def _oldest_if_full(self) -> Transfer | None:
         with self._lock:
             full = len(self._in_flight) >= MOST_IN_FLIGHT
             return next(iter(self._in_flight)) if full else None
 
-    def _arrived(self, transfer: Transfer, failure: Failure) -> bool:
-        """Note the end of a transfer. Returns False if it was noted before."""
+    def _complete(self, transfer: Transfer, failure: Failure) -> bool:
+        """Record the end of a transfer. Returns False if it was recorded before."""
         with self._lock:  # both change together
             if transfer not in self._in_flight:
                 return False
@@ -319,7 +320,7 @@ class BlockIO:
             del self._in_flight[transfer]
         return True
 
-    def _seen(self, transfer: Transfer) -> None:
+    def _mark_raised(self, transfer: Transfer) -> None:
         with self._lock:
             self._failed.pop(transfer, None)
 
@@ -338,12 +339,14 @@ class BlockIO:
 
 def _check_tensor(tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device}: copy it to the CPU (a pinned `aligned_empty`) first")
+        raise ValueError(
+            f"the tensor is on {tensor.device}: copy it to host memory (a pinned `aligned_empty`) first"
+        )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: use .contiguous()")
+        raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is not contiguous: use .contiguous()")
 
 
-def _settle(tensor: Tensor, after: Event | None) -> None:
+def _wait_for_device(tensor: Tensor, after: Event | None) -> None:
     """Wait for the event or, for pinned memory without one, for the current device."""
     if after is not None:
         after.synchronize()
@@ -370,12 +373,12 @@ class Description:
     direct: bool
     unit: int  # bytes: whole units bypass the page cache
     memory_unit: int  # bytes: alignment of the tensor's memory for that
-    why: str  # the reason if not direct
+    reason: str  # why they are not direct
 
     def __str__(self) -> str:
         threads = "compiled threads" if self.compiled else "Python threads"
         if not self.direct:
-            return f"{threads}, through the page cache: {self.why}"
+            return f"{threads}, through the page cache: {self.reason}"
         return f"{threads}, O_DIRECT for whole {self.unit} bytes from memory aligned to {self.memory_unit}"
 
 
@@ -386,13 +389,13 @@ def describe(path: AnyPath) -> Description:
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file:
         opened = _open(file.name, write=True, direct=True)
         try:
-            direct, why = opened.direct is not None, opened.why
+            direct, reason = opened.direct is not None, opened.reason
             if opened.direct is not None:
                 page = aligned_empty(opened.unit, torch.uint8)
                 span = Span(opened.direct.fileno(), opened.direct.fileno(), page.data_ptr(), page.nbytes, 0)
-                refused = transfer_block(span, write=True).error
-                direct, why = not refused, f"a block is refused: {os.strerror(refused)}" if refused else ""
+                error = transfer_block(span, write=True).error
+                direct, reason = not error, f"writing a block failed: {os.strerror(error)}" if error else ""
         finally:
             opened.close()
-    compiled = load.look("cpu").path is not None
-    return Description(compiled, direct, opened.unit, opened.memory_unit, why)
+    compiled = load.find("cpu").path is not None
+    return Description(compiled, direct, opened.unit, opened.memory_unit, reason)

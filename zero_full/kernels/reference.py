@@ -16,7 +16,7 @@ from torch import Tensor
 
 FINITE = torch.finfo(torch.float32)
 PIECE = {"cpu": 2**17}  # numbers processed at a time: few enough for the cache...
-PIECE_ELSEWHERE = 2**24  # ...or many enough that starting kernels costs little
+PIECE_ON_DEVICE = 2**24  # ...or many enough that starting kernels costs little
 
 
 # Optimizers --------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def adam_step(
     """
     adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
     for i, master in enumerate(masters):
-        p = master if not copies else unless_written(master, copies[i])
+        p = master if not copies else with_user_writes(master, copies[i])
         moved = adam.step(p, grads[i], exp_avgs[i], exp_avg_sqs[i], steps[i])
         for target, value in zip((master, exp_avgs[i], exp_avg_sqs[i]), moved, strict=True):
             target.copy_(value)
@@ -108,42 +108,42 @@ def adam_step_stochastic(
     adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
     for i, kept in enumerate(zip(masters, exp_avgs, exp_avg_sqs, strict=True)):
         moved = adam.step(kept[0], grads[i], kept[1], kept[2], steps[i])
-        drawn_for = draws(keys[i], steps[i], places[i], kept[0].numel())
-        for target, value, drawn in zip(kept, moved, drawn_for, strict=True):
+        bits = random_bits(keys[i], steps[i], places[i], kept[0].numel())
+        for target, value, drawn in zip(kept, moved, bits, strict=True):
             low = target.dtype == torch.bfloat16
-            target.copy_(rounded_by(value, drawn.view(value.shape)) if low else value)
+            target.copy_(round_stochastically(value, drawn.view(value.shape)) if low else value)
 
 
 WORD = 2**32 - 1
 GOLDEN = 0x9E3779B9
 
 
-def rounded_by(values: Tensor, drawn: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, drawn: Tensor) -> Tensor:
     """Round fp32 numbers to bf16: away from zero if the low 16 bits plus 16 random bits carry."""
     rounded = (values.view(torch.int32).long() + (drawn & 0xFFFF)) & 0xFFFF0000
     low = (rounded >> 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isnan(), values.bfloat16(), low)
 
 
-def draws(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_bits(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random bits, at least 16, of each element for its master and for its first and second moment."""
     number = step.long() & WORD
-    first = _scrambled((key & WORD) ^ _scrambled(number))
-    second = _scrambled(((key >> 32 & WORD) + _scrambled(number ^ GOLDEN)) & WORD)
+    first = _hash((key & WORD) ^ _hash(number))
+    second = _hash(((key >> 32 & WORD) + _hash(number ^ GOLDEN)) & WORD)
     places = torch.arange(place, place + numel, device=step.device)
     low, high = places & WORD, places >> 32
-    drawn = _scrambled((_scrambled(low ^ first) + second + high * GOLDEN) & WORD)
-    return drawn, drawn >> 16, _scrambled(drawn ^ first)
+    drawn = _hash((_hash(low ^ first) + second + high * GOLDEN) & WORD)
+    return drawn, drawn >> 16, _hash(drawn ^ first)
 
 
-def _scrambled(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """The finalizer of MurmurHash3, on 32-bit numbers in int64. Factors minus 2**32 avoid overflow."""
     for shift, factor in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
         x = (x ^ x >> shift) * factor & WORD
     return x ^ x >> 16
 
 
-def unless_written(master: Tensor, copy: Tensor) -> Tensor:
+def with_user_writes(master: Tensor, copy: Tensor) -> Tensor:
     """The master, with the copy's value where that is not the rounded master."""
     rounded = master.to(copy.dtype)
     same = rounded.view(torch.int16) == copy.view(torch.int16)
@@ -319,21 +319,21 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
     The error of a number is at most half a scale.
     """
-    for row in _places(numbers):
+    for row in _rows_of(numbers):
         _quantize_row(numbers[row], payload[row], bits, block)
 
 
-def _places(rows: Tensor) -> Iterator[tuple[int, ...]]:
+def _rows_of(rows: Tensor) -> Iterator[tuple[int, ...]]:
     return product(*map(range, rows.shape[:-1]))
 
 
 def _quantize_row(numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
     values = payload[: value_bytes(numbers.numel(), bits)].view(torch.int8)
     scales = torch.empty(-(-numbers.numel() // block), dtype=torch.float32, device=numbers.device)
-    for part in _parts(numbers, bits, block):
-        rows = _in_rows(numbers[part.numbers], block)
-        scales[part.scales] = fitting = _fitting(rows, 2 ** (bits - 1) - 1)
-        rows.div_(fitting[:, None]).round_().nan_to_num_(0)  # of 0 / 0 as well
+    for part in _pieces(numbers, bits, block):
+        rows = _blocks_of(numbers[part.numbers], block)
+        scales[part.scales] = of_rows = _scales_of(rows, 2 ** (bits - 1) - 1)
+        rows.div_(of_rows[:, None]).round_().nan_to_num_(0)  # of 0 / 0 as well
         integers = rows.to(torch.int8).flatten()[: numbers[part.numbers].numel()]
         values[part.integers] = integers if bits == 8 else _pack(integers)
     payload[values.numel() :] = scales.view(torch.uint8)
@@ -345,7 +345,7 @@ def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: 
     The terms of a row, for which `out` must be fp32, are added in order.
     """
     terms = payload if payload.dim() > out.dim() else payload[None]
-    for row in _places(out):
+    for row in _rows_of(out):
         for number, term in enumerate(terms):
             _dequantize_row(term[row], out[row], bits, block, add or number > 0)
 
@@ -353,11 +353,11 @@ def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: 
 def _dequantize_row(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
     size = value_bytes(out.numel(), bits)
     values, scales = payload[:size].view(torch.int8), payload[size:].clone().view(torch.float32)
-    for part in _parts(out, bits, block):
+    for part in _pieces(out, bits, block):
         target = out[part.numbers]
         integers = values[part.integers]
         integers = integers if bits == 8 else _unpack(integers)[: target.numel()]
-        rows = _in_rows(integers, block).mul_(scales[part.scales, None])
+        rows = _blocks_of(integers, block).mul_(scales[part.scales, None])
         numbers = rows.flatten()[: target.numel()]
         if add:
             target.add_(numbers)
@@ -365,8 +365,8 @@ def _dequantize_row(payload: Tensor, out: Tensor, bits: int, block: int, add: bo
             target.copy_(numbers)
 
 
-def _parts(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
-    at_once = PIECE.get(numbers.device.type, PIECE_ELSEWHERE)
+def _pieces(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
+    at_once = PIECE.get(numbers.device.type, PIECE_ON_DEVICE)
     step = max(1, at_once // (2 * block)) * 2 * block  # even, so that no byte is cut
     for low in range(0, numbers.numel(), step):
         high = min(low + step, numbers.numel())
@@ -374,7 +374,7 @@ def _parts(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
         yield Part(slice(low, high), integers, slice(low // block, -(-high // block)))
 
 
-def _in_rows(flat: Tensor, block: int) -> Tensor:
+def _blocks_of(flat: Tensor, block: int) -> Tensor:
     """An fp32 copy with a row for each block, the last one padded with zeros."""
     blocks = -(-flat.numel() // block)
     rows = torch.empty(blocks * block, dtype=torch.float32, device=flat.device)
@@ -383,7 +383,7 @@ def _in_rows(flat: Tensor, block: int) -> Tensor:
     return rows.view(blocks, block)
 
 
-def _fitting(rows: Tensor, largest: int) -> Tensor:
+def _scales_of(rows: Tensor, largest: int) -> Tensor:
     """Scales that map each row's largest magnitude to `largest`; 0 for zeros, NaN for non-finite rows."""
     reach = rows.abs().amax(dim=1)
     # Above subnormal numbers, and below scales with which the largest integer decodes to inf.

@@ -15,7 +15,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-CHANGES_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # variables with further options of nvcc
+NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # further options of nvcc
 
 
 class BuildError(RuntimeError):
@@ -33,19 +33,19 @@ class Toolchain:
     @property
     def identity(self) -> str:
         """The versions of the compilers and of the C library, and variables that change nvcc's options."""
-        said = [_answer(path, "--version") or "" for path in (self.cxx, self.nvcc) if path is not None]
+        versions = [_output_of(path, "--version") or "" for path in (self.cxx, self.nvcc) if path is not None]
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            said.append(os.confstr("CS_GNU_LIBC_VERSION") or "")  # a library needs one at least as new
+            versions.append(os.confstr("CS_GNU_LIBC_VERSION") or "")  # a library needs one at least as new
         if self.nvcc is not None:
-            said += [f"{name}={os.environ.get(name, '')}" for name in CHANGES_NVCC]
-        return "\n".join(said)
+            versions += [f"{name}={os.environ.get(name, '')}" for name in NVCC_VARIABLES]
+        return "\n".join(versions)
 
     @property
-    def gpus(self) -> frozenset[int]:
-        """The architectures that nvcc supports, such as 90."""
+    def architectures(self) -> frozenset[int]:
+        """The GPU architectures that nvcc supports, such as 90."""
         assert self.nvcc is not None
-        said = _answer(self.nvcc, "--list-gpu-arch") or ""
-        found = frozenset(map(int, re.findall(r"^compute_(\d+)$", said, re.MULTILINE)))
+        listed = _output_of(self.nvcc, "--list-gpu-arch") or ""
+        found = frozenset(map(int, re.findall(r"^compute_(\d+)$", listed, re.MULTILINE)))
         if not found:
             raise BuildError(f"{self.nvcc} does not list architectures (--list-gpu-arch): it is too old")
         return found
@@ -53,44 +53,46 @@ class Toolchain:
 
 def toolchain(part: str) -> Toolchain:
     """The compilers of a part: $CXX, else the usual names; nvcc of $CUDA_HOME, else of the path."""
-    cxx = _first_that_works([os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"])
+    chosen = os.environ.get("CXX")
+    cxx = _first_that_works([chosen] if chosen else ["c++", "g++", "clang++"])
     if cxx is None:
-        wanted = os.environ.get("CXX")
         raise BuildError(
-            f"CXX={wanted} does not work" if wanted else "no C++ compiler: install g++, or set CXX to another"
+            f"CXX={chosen} does not work" if chosen else "no C++ compiler: install g++, or set CXX to another"
         )
     nvcc = None
     if part == "cuda":
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
         nvcc = _first_that_works([f"{home}/bin/nvcc", "nvcc"] if home else ["nvcc"])
         if nvcc is None:
-            raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to where it is")
+            raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to its directory")
     return Toolchain(cxx, nvcc, torch_home())
 
 
 def torch_home() -> Path:
     """The directory of torch, which an isolated build cannot import but finds in the environment."""
-    places = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    candidates = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
-            places.insert(0, Path(spec.origin).parent)
-    for place in places:
-        if (place / "include/torch/csrc/stable/library.h").exists():
-            return place
+            candidates.insert(0, Path(spec.origin).parent)
+    for path in candidates:
+        if (path / "include/torch/csrc/stable/library.h").exists():
+            return path
     raise BuildError("torch (with its headers) is not installed in this environment yet")
 
 
 @functools.cache
-def _answer(path: str, question: str) -> str | None:
+def _output_of(compiler: str, option: str) -> str | None:
     """The output of a compiler for an option; None if it does not run."""
     try:
-        done = subprocess.run([path, question], capture_output=True, text=True, errors="replace", timeout=60)
+        done = subprocess.run(
+            [compiler, option], capture_output=True, text=True, errors="replace", timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
 def _first_that_works(names: list[str]) -> str | None:
-    found = (shutil.which(name) for name in names)
-    return next((path for path in found if path is not None and _answer(path, "--version") is not None), None)
+    paths = (shutil.which(name) for name in names)
+    return next((path for path in paths if path and _output_of(path, "--version") is not None), None)

@@ -1,11 +1,12 @@
 """Copies between device and host memory, each by a thread that waits until it is done."""
 
+import time
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zero_full.comm.device_queue import wait_until
+NAP_S, LONG_NAP_S = 2e-5, 5e-4
 
 
 class Copier(Protocol):
@@ -34,4 +35,7 @@ class StreamCopier:
             self.stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             done = self.stream.record_event()
-        wait_until(done.query, lambda: None)
+        nap = NAP_S
+        while not done.query():
+            time.sleep(nap)
+            nap = min(2 * nap, LONG_NAP_S)

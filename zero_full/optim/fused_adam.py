@@ -42,7 +42,7 @@ def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
     return True
 
 
-def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
+def warn_if_second_moments_stall(base: Optimizer, dtypes: Dtypes) -> None:
     """Warn if Adam's second moment would be kept in too few bits to become smaller.
 
     A step with a zero gradient reduces it by the factor 1 - beta2. A change of less than half the distance to
@@ -56,10 +56,10 @@ def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
             beta2, least = float(group["betas"][1]), torch.finfo(moments).eps / 2
             if 1 - beta2 < least:
                 warnings.warn(
-                    f"betas: with beta2 = {beta2} Adam's second moments in {moments} hardly ever become "
-                    f"smaller: a change of 1 - beta2, which is less than {least}, is rounded away, so "
-                    "steps stay as small as the largest gradient has made them. Use a beta2 of "
-                    f"{1 - least} or less, or moments in fp32",
+                    f"betas: beta2 = {beta2} is too high for Adam's second moments in {moments}. A step "
+                    f"reduces them by at most 1 - beta2 of their value, which is less than {least} and is "
+                    "rounded away. So steps stay as small as the largest gradient has made them. Use a beta2 "
+                    f"of {1 - least} or less, or moments in fp32",
                     stacklevel=3,
                 )
 
@@ -76,10 +76,10 @@ class FusedAdam(Stepper):
         self.groups: Sequence[Mapping[str, Any]] | None = None  # None: the groups of `base`, as they are now
         self.moments = {master: dtypes.moments_of(master) for master in MASTERS}
         self.compiled_for: Callable[[torch.device], bool] = compiled_for
-        self.chances = None if dtypes.rounding_seed is None else Chances(dtypes.rounding_seed)
-        if self.chances is not None:
+        self.rounding_keys = None if dtypes.rounding_seed is None else RoundingKeys(dtypes.rounding_seed)
+        if self.rounding_keys is not None:
             self._check_stochastic_rounding([])
-        warn_of_second_moments_that_stay(base, dtypes)
+        warn_if_second_moments_stall(base, dtypes)
 
     def takes(self, kinds: Collection[Kind]) -> bool:
         """Whether to step these kinds of masters here, and not by torch's own step.
@@ -87,14 +87,14 @@ class FusedAdam(Stepper):
         This is asked before each step, because the groups' options may have been edited. torch's step is as
         good where moments have the master's dtype and this device has no compiled operators.
         """
-        if self.chances is not None:
+        if self.rounding_keys is not None:
             self._check_stochastic_rounding(kinds)
         if not is_plain_adam(self.base, self.own_step):
             return False
         for master, gradient, device in kinds:
             if master not in MASTERS or gradient not in GRADIENTS:
                 return False
-            needs_ours = self.chances is not None or self.moments[master] != master
+            needs_ours = self.rounding_keys is not None or self.moments[master] != master
             if not (needs_ours or self.compiled_for(device)):
                 return False
         return True
@@ -103,15 +103,15 @@ class FusedAdam(Stepper):
         """Raise TypeError if another stepper, which would round to the nearest, would take the step."""
         if not is_plain_adam(self.base, self.own_step):
             raise TypeError(
-                "bf16.stochastic_rounding: only torch's Adam and AdamW are stepped so, without a step of "
-                f"their own, {', '.join(VARIANTS)}, fused=False or options in tensors, and not this "
-                f"{type(self.base).__name__}"
+                f"bf16.stochastic_rounding does not support this {type(self.base).__name__}. Use "
+                f"torch.optim.Adam or AdamW without an overridden step, {', '.join(VARIANTS)}, fused=False "
+                "or options in tensors"
             )
         for master, gradient, _ in kinds:
             if master not in MASTERS or gradient not in GRADIENTS:
                 raise TypeError(
-                    f"bf16.stochastic_rounding: there is none for masters in {master} with gradients in "
-                    f"{gradient}: masters must be in bf16 or fp32, gradients in 16 or 32 bits"
+                    f"bf16.stochastic_rounding does not support masters in {master} with gradients in "
+                    f"{gradient}: masters must be bf16 or fp32, gradients bf16, fp16 or fp32"
                 )
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
@@ -119,9 +119,9 @@ class FusedAdam(Stepper):
         groups = self.base.param_groups if self.groups is None else self.groups
         for some in by_kind(pieces):
             master = some[0].master
-            chances = self.chances if master.dtype == torch.bfloat16 else None
+            rounding_keys = self.rounding_keys if master.dtype == torch.bfloat16 else None
             by, moments = operators(master.device), self.moments[master.dtype]
-            sweep(by, some, moments, groups[some[0].group], factor, chances)
+            fused_step(by, some, moments, groups[some[0].group], factor, rounding_keys)
 
     def with_these_options(self) -> "FusedAdam":
         """Copy this rule with the groups' present options, lists such as `betas` included."""
@@ -131,15 +131,15 @@ class FusedAdam(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of stochastic rounding."""
-        return {} if self.chances is None else {"rounding_seed": self.chances.seed}
+        return {} if self.rounding_keys is None else {"rounding_seed": self.rounding_keys.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the saved seed, not the configured one: rounding is that of an uninterrupted run."""
-        if self.chances is not None and "rounding_seed" in state:
-            self.chances = Chances(int(state["rounding_seed"]))
+        if self.rounding_keys is not None and "rounding_seed" in state:
+            self.rounding_keys = RoundingKeys(int(state["rounding_seed"]))
 
 
-class Chances:
+class RoundingKeys:
     """Keys of stochastic rounding: the random bits depend on parameter, step and element."""
 
     def __init__(self, seed: int) -> None:
@@ -153,25 +153,20 @@ class Chances:
         return self.keys[name]
 
 
-def sweep(
+def fused_step(
     by: Any,
     pieces: Sequence[Piece],
     moments: torch.dtype,
     group: Mapping[str, Any],
     factor: float,
-    chances: Chances | None = None,
+    rounding_keys: RoundingKeys | None = None,
 ) -> None:
     """Update pieces of one kind with a group's options, by one call of `adam_step` of these operators.
 
-    `moments`: the dtype of moments that do not exist yet. `chances`: round bf16 stochastically, by these.
+    `moments`: the dtype of moments that do not exist yet. `rounding_keys`: round bf16 stochastically with
+    these.
     """
-    masters, gradients, averages, squares, steps = (
-        list[Any](),
-        list[Any](),
-        list[Any](),
-        list[Any](),
-        list[Any](),
-    )
+    masters, gradients, averages, squares, steps = (list[Any]() for _ in range(5))
     copies, keys, places = list[Tensor](), list[int](), list[int]()
     for piece, state in zip(pieces, moments_of(pieces, moments), strict=True):
         assert piece.gradient is not None
@@ -182,14 +177,14 @@ def sweep(
         steps.append(state["step"])
         if piece.copy is not None:
             copies.append(piece.copy)
-        if chances is not None:
-            keys.append(chances.key(piece.name))
+        if rounding_keys is not None:
+            keys.append(rounding_keys.key(piece.name))
             places.append(piece.param_range[0])
     # On a CPU torch takes a quarter of the time to add a list of tensors as to add one number.
     foreach_add(steps, [steps[0].new_ones(())] * len(steps) if steps[0].is_cpu else 1)
-    (by.adam_step if chances is None else by.adam_step_stochastic)(
+    (by.adam_step if rounding_keys is None else by.adam_step_stochastic)(
         *(masters, gradients, averages, squares, steps),
-        *((copies,) if chances is None else (keys, places)),
+        *((copies,) if rounding_keys is None else (keys, places)),
         float(group["lr"]),
         *group["betas"],
         group["eps"],

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zero_full.formatting import shown
 from zero_full.optim.arguments import BELOW_1, arguments_of, at_least, checked_options, finite_number
-from zero_full.optim.fused_adam import sweep
+from zero_full.optim.fused_adam import fused_step
 from zero_full.optim.step import Peers, Piece, Stepper, Whole, adopt_copy, by_kind, operators_for, step_alone
 
 log = logging.getLogger("zero_full")
@@ -144,7 +144,7 @@ class MuonStep(Stepper):
         by_adam = [piece for piece in pieces if not groups[piece.group]["use_muon"]]
         for same in by_kind(by_adam):
             group = {**groups[same[0].group], "decoupled_weight_decay": True}
-            sweep(operators_for(same), same, _wide(same[0].master), group, factor)
+            fused_step(operators_for(same), same, _wide(same[0].master), group, factor)
         peers.by_whole(pieces, Orthogonal(groups, factor))
 
 

@@ -380,7 +380,7 @@ def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Te
 def adopt_copy(piece: Piece) -> None:
     """Update the master with values that the user's code wrote to its copy."""
     if piece.copy is not None:
-        piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+        piece.master.copy_(reference.with_user_writes(piece.master, piece.copy))
 
 
 def operators_for(pieces: Sequence[Piece]) -> Any:

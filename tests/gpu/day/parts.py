@@ -31,7 +31,6 @@ def checks(ranks: int, *names: str) -> tuple[str, ...]:
 
 
 RANKS = "tests.gpu.day.ranks"
-STREAMS_WAIT = {"ZERO_FULL_STREAM_WAITS": "on"}  # as with NCCL: else the host waits, and nothing is hidden
 KERNELS = "tests/gpu/test_kernels_gpu.py"
 ONE_CARD = "tests/gpu/test_conformance_gpu.py"
 RULES = "tests/gpu/test_rules_gpu.py"
@@ -92,7 +91,6 @@ ALL = (
         RANKS,
         checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
         ("--tiny",),
-        STREAMS_WAIT,
     ),
     Part("four-ranks", "Four ranks", "As two ranks.", 1.5, RANKS, checks(4, "conformance"), ("--tiny",)),
     Part(
@@ -126,12 +124,12 @@ ALL = (
     Part(
         "traces",
         "How much of the communication is hidden",
-        "At stage 3 a larger prefetch bucket hides more; without overlap nothing is hidden.",
+        "At stage 3 a larger prefetch bucket hides more; nothing is hidden without overlap, or between ranks "
+        "that share a card.",
         1.5,
         RANKS,
         checks(2, "traces"),
         ("--tiny",),
-        STREAMS_WAIT,
     ),
     Part(
         "failures",
@@ -166,7 +164,7 @@ ALL = (
         3,
         TESTS,
         (ONE_CARD,),
-        ("-m", "not gpu", "-k", "simulated-2-0"),
+        ("-m", "not gpu", "-k", "staged-2-0"),
     ),
     Part(
         "rules",
@@ -176,7 +174,7 @@ ALL = (
         3,
         TESTS,
         (RULES, "-m", "gpu"),
-        ("-m", "not gpu", "-k", "simulated-OneBitAdam"),
+        ("-m", "not gpu", "-k", "staged-OneBitAdam"),
     ),
     Part(
         "tests",

@@ -25,13 +25,11 @@ from tests.gpu.day import conformance, failures, memory, overlap, streams
 from tests.gpu.day.place import Place
 from tests.gpu.day.rows import parser_for, say
 from tests.worlds import free_port
-from zero_full.comm.device_queue import SWITCH
 
 Check = Callable[[Place], None]
 SECONDS = 240  # of one check
 PATIENCE = {True: 3, False: 20}  # seconds that a rank waits for another one; in a rehearsal and otherwise
 GRACE = 10  # seconds that ranks have to end after one has failed, beside what they wait for each other
-WARM = 4 * 2**30  # bytes that a rank has at hand
 SHOWN = 600  # characters of what a rank has written at last
 CHECKS: dict[str, Check] = {
     "conformance": conformance.check,
@@ -67,8 +65,6 @@ def life(check: Check, device: str, rank: int, world: int, tiny: bool, port: int
         where = torch.device("cpu")
     else:
         where = torch.device("cuda", torch.cuda.current_device())
-        if os.environ.get(SWITCH) == "on":  # streams wait for Python: let nobody wait for memory meanwhile
-            torch.empty(WARM, dtype=torch.uint8, device=where)
     check(Place(where, rank, world, tiny))
     if dist.is_initialized():
         dist.destroy_process_group()

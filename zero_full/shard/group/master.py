@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending
 from zero_full.errors import CopyError
-from zero_full.kernels.reference import unless_written
+from zero_full.kernels.reference import with_user_writes
 from zero_full.offload import Flow, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
@@ -198,7 +198,7 @@ class Master:
             return
         flow.fetch(self.sent, shard)
         if self.has_copies and not _rounds_to(self.values, self.sent):
-            self.values.copy_(unless_written(self.values, self.sent))
+            self.values.copy_(with_user_writes(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
             self.values.copy_(self.sent)
         self.on_device = fingerprint(shard)
@@ -264,7 +264,7 @@ class Master:
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
         elif not _rounds_to(master, slice_):  # elements that were not written keep the master's low bits
-            master.copy_(unless_written(master, slice_))
+            master.copy_(with_user_writes(master, slice_))
         self.note_versions()
 
     def fill(self, member: Member, value: Tensor) -> None:

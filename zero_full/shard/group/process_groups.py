@@ -56,7 +56,7 @@ class Groups:
     def close(self) -> None:
         """Close all communicators, and destroy process groups of this engine. Every rank must call this.
 
-        All are destroyed even if a collective on one of them has failed; that error is raised at the end.
+        All are destroyed even if one of them raises; that error is raised at the end.
         """
         with ExitStack() as others:  # callbacks run in reverse order: communicators close first
             while self.opened:

@@ -93,7 +93,6 @@ class Agreement:
         if groups.expert is not None:
             experts = [group for group in trained if group.kind.expert]
             self.sides.append(_Side(groups.expert, experts))
-        self.fail_late = [each for each in groups.communicators if each.fails_late]
         model = groups.model is not None and groups.model.size > 1
         self.has_peers = model or any(side.has_peers for side in self.sides)
 
@@ -137,8 +136,6 @@ class Agreement:
                 groups.model.sum_numbers(head, "squared gradient norm")
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
         numbers: list[float] = total.tolist()
-        for communicator in self.fail_late:  # `tolist` has waited for the device, so failures show by now
-            communicator.check("norm and parameters in use")
         return numbers
 
 

@@ -1,8 +1,8 @@
-"""The directories of compiled libraries, their permissions, and the lock during a build.
+"""Directories of compiled libraries, their permissions, and the lock during a build.
 
-[Note: trust] The author of a library runs code in every process that loads it. The package's own directory is
-trusted like the package. The cache is trusted if only this user and root can write to it. Windows has neither
-these permissions nor flock: nothing is compiled or loaded on it.
+[Note: trust] A library runs code in every process that loads it. The package's own directory is trusted like
+the package. The cache is trusted if only this user and root can write to it. Windows has neither these
+permissions nor flock: nothing is compiled or loaded on it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("zero_full")
-BUILT = Path(__file__).resolve().parent / "built"  # where an editable installation puts what it builds
+BUILT = Path(__file__).resolve().parent / "built"  # libraries of an editable installation
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -30,10 +30,10 @@ class NotTrustedError(BuildError):
     """Other users may have written the library. See [Note: trust]."""
 
 
-def refuse_here() -> None:
+def check_platform() -> None:
     """Raise BuildError on systems without compiled operators. See [Note: trust]."""
     if fcntl is None or not hasattr(os, "geteuid"):
-        raise BuildError("they are compiled on Linux and macOS only: elsewhere torch's own are used")
+        raise BuildError("operators are compiled on Linux and macOS only")
 
 
 def caches() -> list[Path]:
@@ -45,7 +45,7 @@ def caches() -> list[Path]:
     if chosen := os.environ.get("ZERO_FULL_CACHE"):
         return [Path(chosen)]
     home = _users_cache()
-    if home is not None and _can_be_made(home):
+    if home is not None and _is_writable(home):
         return [home]
     temporary = Path(tempfile.gettempdir()) / f"zero_full-{os.geteuid()}"
     return [temporary] if home is None else [temporary, home]
@@ -58,16 +58,16 @@ def _users_cache() -> Path | None:
         return None
 
 
-def _can_be_made(directory: Path) -> bool:
+def _is_writable(directory: Path) -> bool:
     """Whether the directory is writable, or can be made."""
-    for place in (directory, *directory.parents):
+    for path in (directory, *directory.parents):
         try:
-            place.stat()
+            path.stat()
         except FileNotFoundError:
             continue
-        except OSError:  # it cannot even be looked at
+        except OSError:  # no permission to look at it
             return False
-        return os.access(place, os.W_OK | os.X_OK)
+        return os.access(path, os.W_OK | os.X_OK)
     return False
 
 
@@ -76,14 +76,14 @@ def libraries(directory: Path, prefix: str) -> list[Path]:
     if directory != BUILT:
         check_folder(directory)
     try:
-        there = sorted(directory.iterdir())
+        paths = sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise BuildError(f"{directory} cannot be looked at ({error}): set ZERO_FULL_CACHE") from error
-    found = [path for path in there if path.name.startswith(prefix) and path.suffix == ".so"]
+        raise _unreadable(directory, error) from error
+    found = [path for path in paths if path.name.startswith(prefix) and path.suffix == ".so"]
     for path in found if directory != BUILT else []:
-        _refuse(path, path.lstat(), must_be_file=True)
+        _check_owner(path, path.lstat(), must_be_file=True)
     return found
 
 
@@ -91,45 +91,50 @@ def check_folder(directory: Path) -> None:
     """Raise NotTrustedError if other users may write to the directory. It may be missing."""
     try:
         folder = directory.resolve(strict=True)
-        inside = {place: place.lstat() for place in (directory, folder)}
-        above = {place: place.lstat() for place in folder.parents}
+        own = {path: path.lstat() for path in (directory, folder)}
+        parents = {path: path.lstat() for path in folder.parents}
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise BuildError(f"{directory} cannot be looked at ({error}): set ZERO_FULL_CACHE") from error
-    for place, status in inside.items():
-        _refuse(place, status)
-    for place, status in above.items():
-        if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:  # /tmp is fine
-            told = f"{directory} is not trusted: others may write to {place}. Set ZERO_FULL_CACHE"
-            raise NotTrustedError(told)
+        raise _unreadable(directory, error) from error
+    for path, status in own.items():
+        _check_owner(path, status)
+    for path, status in parents.items():
+        if _is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:  # /tmp is fine
+            raise NotTrustedError(
+                f"{directory} is not trusted: other users may write to {path}. Set ZERO_FULL_CACHE"
+            )
 
 
-def _refuse(place: Path, status: os.stat_result, must_be_file: bool = False) -> None:
+def _unreadable(directory: Path, error: OSError) -> BuildError:
+    return BuildError(f"{directory} cannot be read ({error}): set ZERO_FULL_CACHE")
+
+
+def _check_owner(path: Path, status: os.stat_result, must_be_file: bool = False) -> None:
     reason = ""
     if status.st_uid not in (0, os.geteuid()):
-        reason = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+        reason = f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
     elif must_be_file and not stat.S_ISREG(status.st_mode):
-        reason = "is a link or something else that is no file"
-    elif _others_may_write(status):
-        reason = f"has mode {status.st_mode & 0o7777:04o}, so others may write it"
+        reason = "is not a regular file"
+    elif _is_writable_by_others(status):
+        reason = f"has mode {status.st_mode & 0o7777:04o}, so other users may write to it"
     if reason:
-        raise NotTrustedError(f"{place} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
+        raise NotTrustedError(f"{path} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
 
 
-def _others_may_write(status: os.stat_result) -> bool:
+def _is_writable_by_others(status: os.stat_result) -> bool:
     return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not stat.S_ISLNK(status.st_mode)
 
 
-def make(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
     """Make the directory and its parents. Those of a cache are private to this user, and are checked."""
     if directory == BUILT:
         directory.mkdir(parents=True, exist_ok=True)
         return
-    for place in (*reversed(directory.parents), directory):
-        if not place.exists():
+    for path in (*reversed(directory.parents), directory):
+        if not path.exists():
             with contextlib.suppress(FileExistsError):  # another rank was faster
-                place.mkdir(mode=0o700)
+                path.mkdir(mode=0o700)
     check_folder(directory)
 
 
@@ -145,6 +150,10 @@ def locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            told = "so every process of this host compiles for itself: set ZERO_FULL_CACHE to another"
-            log.warning("the file system of %s has no locks (%s), %s", path.parent, error.strerror, told)
+            log.warning(
+                "the file system of %s has no locks (%s), so every process of this host compiles its own "
+                "library: set ZERO_FULL_CACHE to another file system",
+                path.parent,
+                error.strerror,
+            )
         yield

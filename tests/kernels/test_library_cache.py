@@ -11,29 +11,29 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compilers import Compiler
-from zero_full.kernels import build, load, places
+from zero_full.kernels import builder, library_cache, load
 from zero_full.kernels.toolchain import BuildError
 
 Spoil = Callable[[Path], object]  # what somebody may do to a library in a cache
 SPOILED: dict[str, tuple[Spoil, str]] = {
-    "others write the file": (lambda p: p.chmod(0o775), "has mode 0775, so others may write it"),
+    "others write the file": (lambda p: p.chmod(0o775), "has mode 0775, so other users may write"),
     "others write the folder": (lambda p: p.parent.chmod(0o777), "cache is not trusted: it has mode 0777"),
     "a sticky folder": (lambda p: p.parent.chmod(0o1777), "cache is not trusted: it has mode 1777"),
     "others write above": (
         lambda p: p.parent.parent.chmod(0o777),
-        "others may write to .*Set ZERO_FULL_CACHE",
+        "other users may write to .*Set ZERO_FULL_CACHE",
     ),
-    "another's file": (lambda p: os.chown(p, 12345, -1), "belongs to user 12345, and this is user 0"),
+    "another's file": (lambda p: os.chown(p, 12345, -1), "belongs to user 12345"),
     "another's folder": (
         lambda p: os.chown(p.parent, 12345, -1),
         "cache is not trusted: it belongs to user 12",
     ),
     "a link": (
         lambda p: p.symlink_to(p.rename(p.with_name("x"))),
-        "is a link or something else that is no file",
+        "is not a regular file",
     ),
-    "a link to nothing": (lambda p: (p.unlink(), p.symlink_to("/nowhere")), "is a link or something else"),
-    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is a link or something else that is no file"),
+    "a link to nothing": (lambda p: (p.unlink(), p.symlink_to("/nowhere")), "is not a regular file"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is not a regular file"),
 }
 
 
@@ -48,13 +48,13 @@ def test_what_another_may_have_written_is_never_loaded(
     spoil, reason = SPOILED[how]
     if "another" in how and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
-    spoil(build.build("cpu", cache))
+    spoil(builder.build("cpu", cache))
     loaded: list[Path] = []
     monkeypatch.setattr(load.torch.ops, "load_library", loaded.append)
-    for attempt in (lambda: build.find("cpu"), lambda: build.build("cpu", cache, again=True)):
+    for attempt in (lambda: builder.find("cpu"), lambda: builder.build("cpu", cache, again=True)):
         with pytest.raises(BuildError, match=reason):
             attempt()
-    for each in (load.look("cpu"), load.load.__wrapped__(load.torch.device("cpu"))):
+    for each in (load.find("cpu"), load.load.__wrapped__(load.torch.device("cpu"))):
         assert each.path is None and re.search(reason, each.reason)
     assert not loaded and [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -65,11 +65,11 @@ def test_sticky_folders_above_and_links_of_ones_own_are_fine(
     tmp_path.chmod(0o1777)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "real").mkdir(mode=0o700)
-    monkeypatch.setattr(places, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(library_cache, "BUILT", tmp_path / "built")
     monkeypatch.setenv("ZERO_FULL_CACHE", str(tmp_path / "link"))
     umask = os.umask(0o002)
     try:
-        assert [build.build("cpu", places.caches()[0])] == build.find("cpu")
+        assert [builder.build("cpu", library_cache.caches()[0])] == builder.find("cpu")
     finally:
         os.umask(umask)
 
@@ -77,9 +77,9 @@ def test_sticky_folders_above_and_links_of_ones_own_are_fine(
 def test_a_cache_of_somebody_else_does_not_hide_what_the_installation_has_built(
     cache: Path, compiler: Compiler
 ) -> None:
-    build.build("cpu", cache).chmod(0o777)
-    installed = build.build("cpu", places.BUILT)
-    assert build.find("cpu") == [installed]
+    builder.build("cpu", cache).chmod(0o777)
+    installed = builder.build("cpu", library_cache.BUILT)
+    assert builder.find("cpu") == [installed]
 
 
 # Homes ---------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_without_a_home_the_cache_is_a_private_folder_among_temporary_ones(
 
         monkeypatch.setattr(os, "access", outside)
     expected = tmp_path / ("home/.cache/zero_full" if home == "usual" else f"zero_full-{os.geteuid()}")
-    made = build.build("cpu", places.caches()[0])
+    made = builder.build("cpu", library_cache.caches()[0])
     assert made.parent == expected and expected.stat().st_mode & 0o777 == 0o700
-    assert build.find("cpu") == [made]
+    assert builder.find("cpu") == [made]
 
 
 def test_what_is_ready_in_a_home_that_cannot_be_written_to_is_found(
@@ -125,9 +125,9 @@ def test_what_is_ready_in_a_home_that_cannot_be_written_to_is_found(
     monkeypatch.delenv("ZERO_FULL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = build.build("cpu", places.caches()[0])
+    made = builder.build("cpu", library_cache.caches()[0])
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert made.parent == tmp_path / "home/zero_full" and build.find("cpu") == [made]
+    assert made.parent == tmp_path / "home/zero_full" and builder.find("cpu") == [made]
 
 
 def test_where_nothing_can_be_written_the_reference_is_used_and_the_reason_said(
@@ -144,7 +144,7 @@ def test_where_nothing_can_be_written_the_reference_is_used_and_the_reason_said(
         monkeypatch.setattr(tempfile, "tempdir", tempdir)
         loaded = load.load.__wrapped__(load.torch.device("cpu"))
         assert loaded.path is None and re.search(reason, loaded.reason)
-        assert load.look("cpu").path is None
+        assert load.find("cpu").path is None
 
 
 def no_temporary() -> str:
@@ -154,7 +154,7 @@ def no_temporary() -> str:
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, compiler: Compiler) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match=r"cannot be written to .* set ZERO_FULL_CACHE"):
-        build.build("cpu", tmp_path / "file/below")
+        builder.build("cpu", tmp_path / "file/below")
 
 
 # Locks ---------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def test_a_file_system_without_locks_is_named_and_the_work_is_done(
     monkeypatch.setattr(fcntl, "flock", refuse)
     if code == errno.EIO:
         with pytest.raises(BuildError, match="Input/output error"):
-            build.build("cpu", cache)
+            builder.build("cpu", cache)
         return
-    assert build.build("cpu", cache).read_text() == "made\n"
+    assert builder.build("cpu", cache).read_text() == "made\n"
     (record,) = caplog.records
     assert record.levelname == "WARNING" and f"{cache} has no locks" in record.getMessage()

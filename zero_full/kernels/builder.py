@@ -1,11 +1,16 @@
 """Compile csrc/ into two libraries: operators for the CPU, and for GPUs.
 
-Like `toolchain` and `places` this module needs only the standard library, and not torch.
+Like `toolchain` and `library_cache` this module needs only the standard library, and not torch.
 
-[Note: names] zf_cuda-WHAT-80_90+PTX-HOW.so: WHAT is a hash of everything that any machine knows of the build
-(sources, options, torch). The GPU architectures follow. HOW is a hash of the compilers. A search takes any
-library with the right WHAT that serves the devices, so a machine without compilers, or with others than those
-of the installation, finds it. A build makes the full name.
+[Note: names] zf_cuda-CONTENT-80_90+PTX-COMPILERS.so: CONTENT is a hash of everything that any machine knows
+of the build (sources, options, torch). The GPU architectures follow. COMPILERS is a hash of the compilers. A
+search takes any library with the right CONTENT that serves the devices, so a machine without compilers, or
+with others than those of the installation, finds it. A build makes the full name.
+
+[Note: cpp_extension] torch.utils.cpp_extension cannot build this. It imports torch, which an isolated
+installation does not have. It needs ninja. It compiles all sources of an extension with the same options,
+but each instruction set of csrc/cpu has its own. It ignores nvcc if torch has no CUDA. And its lock stays
+when a rank is killed during a build, so that all later runs wait for ever.
 """
 
 import contextlib
@@ -22,13 +27,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_full.kernels import architectures, places
+from zero_full.kernels import architectures, library_cache
 from zero_full.kernels.architectures import Device
 from zero_full.kernels.toolchain import BuildError, Toolchain, toolchain, torch_home
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PARTS = ("cpu", "cuda")
-MADE_OF = {  # the files of csrc/ in each library
+FILES = {  # of csrc/ in each library
     "cpu": ("core/*", "cpu/*", "io/*", "bind.h", "bind_cpu.cpp", "bind_io.cpp"),
     "cuda": ("core/*", "cuda/*", "bind.h", "bind_cuda.cpp"),
 }
@@ -42,61 +47,61 @@ Stamp = tuple[int, int]  # a file's identity, which differs for another file of 
 
 
 class CompileError(BuildError):
-    """A command failed. `lasting`: it would fail again, as with a mistake in the source."""
+    """A command failed. `is_lasting`: it would fail again, as with a mistake in the source."""
 
-    def __init__(self, reason: str, lasting: bool) -> None:
+    def __init__(self, reason: str, is_lasting: bool) -> None:
         super().__init__(reason)
-        self.lasting = lasting
+        self.is_lasting = is_lasting
 
 
 def sources() -> Path:
     """The path of csrc/: beside the package in a checkout, inside it in a wheel."""
-    tried = [PACKAGE.parent / "csrc", PACKAGE / "csrc"]
-    for place in tried:
-        if (place / "bind_cpu.cpp").exists():
-            return place
-    raise BuildError(f"the C++ sources are missing: there is no {tried[0]} and no {tried[1]}")
+    candidates = [PACKAGE.parent / "csrc", PACKAGE / "csrc"]
+    for path in candidates:
+        if (path / "bind_cpu.cpp").exists():
+            return path
+    raise BuildError(f"the C++ sources are missing: neither {candidates[0]} nor {candidates[1]} exists")
 
 
 # Names: see [Note: names] --------------------------------------------------------------------------
 
 
 class Name(NamedTuple):
-    """The name of a library, taken apart. See [Note: names]."""
+    """The name of a library. See [Note: names]."""
 
     part: str
-    what: str
+    content: str
     architectures: tuple[str, ...]
-    how: str
+    compilers: str
+
+    @classmethod
+    def parse(cls, file_name: str) -> "Name | None":
+        """Parse a file's name; None if it is not one of a library."""
+        pattern = r"zf_([a-z]+)-([0-9a-f]{16})(?:-([0-9a_+PTX]+))?-([0-9a-f]{16})\.so"
+        if not (match := re.fullmatch(pattern, file_name)):
+            return None
+        part, content, wanted, compilers = match.groups(default="")
+        return cls(part, content, tuple(filter(None, wanted.split("_"))), compilers)
 
     def __str__(self) -> str:
-        pieces = ("zf_" + self.part, self.what, "_".join(self.architectures), self.how)
+        pieces = ("zf_" + self.part, self.content, "_".join(self.architectures), self.compilers)
         return "-".join(filter(None, pieces)) + ".so"
-
-
-def _taken_apart(file_name: str) -> Name | None:
-    found = re.fullmatch(r"zf_([a-z]+)-([0-9a-f]{16})(?:-([0-9a_+PTX]+))?-([0-9a-f]{16})\.so", file_name)
-    return (
-        Name(found[1], found[2], tuple(filter(None, (found[3] or "").split("_"))), found[4])
-        if found
-        else None
-    )
 
 
 def name_for(part: str, tools: Toolchain, devices: Sequence[Device] = ()) -> Name:
     """The name of the library that these compilers would make, for the GPUs of `architectures.chosen`."""
-    wanted = architectures.chosen(tools.gpus, devices) if part == "cuda" else ()
-    return Name(part, what(part), wanted, _hash(tools.identity.encode()))
+    wanted = architectures.chosen(tools.architectures, devices) if part == "cuda" else ()
+    return Name(part, content_hash(part), wanted, _hash(tools.identity.encode()))
 
 
-def what(part: str) -> str:
+def content_hash(part: str) -> str:
     """A hash of the sources, of every command that compiles or links them, of torch and the machine."""
     tools = Toolchain("c++", "nvcc" if part == "cuda" else None, torch_home())
     jobs = commands(part, tools, (), Path())
     every = [*jobs.values(), link_command(part, tools, list(jobs), Path("library"))]
     text = "\n".join(" ".join(command) for command in every)
     text = text.replace(str(sources()), "csrc").replace(str(tools.torch), "torch")
-    files = sorted(path for each in MADE_OF[part] for path in sources().glob(each))
+    files = sorted(path for each in FILES[part] for path in sources().glob(each))
     contents = [path.relative_to(sources()).as_posix().encode() + path.read_bytes() for path in files]
     version = tools.torch / "version.py"
     machine = f"{part} {platform.system()} {platform.machine()}"
@@ -112,24 +117,23 @@ def _hash(*parts: bytes) -> str:
 def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
     """The libraries that serve all devices, the best first: native machine code, then the newest.
 
-    NotTrustedError if there is only one that other users can have written; see `places`.
+    NotTrustedError if there is only one that other users can have written; see `library_cache`.
     """
-    prefix = f"zf_{part}-{what(part)}-"
-    found: list[Path] = []
-    refusal: places.NotTrustedError | None = None
-    for place in (places.BUILT, *places.caches()):
-        try:
-            found += places.libraries(place, prefix)
-        except places.NotTrustedError as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
+    prefix = f"zf_{part}-{content_hash(part)}-"
     fitting: list[tuple[bool, float, Path]] = []
+    found, not_trusted = list[Path](), None
+    for directory in (library_cache.BUILT, *library_cache.caches()):
+        try:
+            found += library_cache.libraries(directory, prefix)
+        except library_cache.NotTrustedError as error:
+            not_trusted = error
+    if not_trusted is not None and not found:
+        raise not_trusted
     for path in found:
-        name = _taken_apart(path.name)
+        name = Name.parse(path.name)
         if name is not None and all(architectures.serves(name.architectures, device) for device in devices):
-            native = all(architectures.is_native(name.architectures, device) for device in devices)
-            fitting.append((native, path.stat().st_mtime, path))
+            is_native = all(architectures.is_native(name.architectures, device) for device in devices)
+            fitting.append((is_native, path.stat().st_mtime, path))
     return [path for *_, path in sorted(fitting, reverse=True)]
 
 
@@ -148,30 +152,32 @@ def build(
     devices: Sequence[Device] = (),
     again: bool = False,
     broken: Mapping[Path, Stamp] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Compile the library in `directory`, unless another process has just done it, and return its path.
 
     One process compiles and the others wait for it, so all ranks of a run may call this. If the same
     compilers have failed before with a lasting error, it is raised again, unless `again`. Files in `broken`
-    are replaced. `tell` is called with messages about the progress.
+    are replaced. `report` is called with messages about the progress.
     """
-    places.refuse_here()
+    library_cache.check_platform()
     began = time.time()
     tools = toolchain(part)
     target = directory / str(name_for(part, tools, devices))
     try:
-        places.make(directory)
-        with places.locked(target.with_suffix(".lock")):
-            if places.libraries(directory, target.name) and stamp(target) != (broken or {}).get(target):
+        library_cache.make_directory(directory)
+        with library_cache.locked(target.with_suffix(".lock")):
+            if library_cache.libraries(directory, target.name) and stamp(target) != (broken or {}).get(
+                target
+            ):
                 return target
-            failure = None if again else _last_failure(target, began)
+            failure = None if again else _recorded_failure(target, began)
             if failure:
                 raise BuildError(failure)
             try:
-                _compile_and_link(part, tools, devices, target, tell)
+                _compile_and_link(part, tools, devices, target, report)
             except CompileError as error:
-                _note(target, error)
+                _record_failure(target, error)
                 raise
     except OSError as error:
         raise BuildError(f"{directory} cannot be written to ({error}): set ZERO_FULL_CACHE") from error
@@ -180,23 +186,22 @@ def build(
 
 def last_failure(part: str, directory: Path, devices: Sequence[Device] = ()) -> str | None:
     """The error with which the same compilers have failed to make the same library before."""
-    target = directory / str(name_for(part, toolchain(part), devices))
-    return _last_failure(target, time.time())
+    return _recorded_failure(directory / str(name_for(part, toolchain(part), devices)), time.time())
 
 
-def _last_failure(target: Path, began: float) -> str | None:
-    """The noted failure if it is lasting, or newer than `began`: then another process has just tried."""
+def _recorded_failure(target: Path, began: float) -> str | None:
+    """The recorded failure if it is lasting, or newer than `began`: then another process has just tried."""
     try:
-        noted = json.loads(target.with_suffix(".failed").read_text())
-        return str(noted["reason"]) if noted["lasting"] or noted["at"] >= began else None
+        record = json.loads(target.with_suffix(".failed").read_text())
+        return str(record["reason"]) if record["lasting"] or record["at"] >= began else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _note(target: Path, error: CompileError) -> None:
-    noted = {"lasting": error.lasting, "at": time.time(), "reason": str(error)}
+def _record_failure(target: Path, error: CompileError) -> None:
+    record = {"lasting": error.is_lasting, "at": time.time(), "reason": str(error)}
     with contextlib.suppress(OSError):  # a full disk is no reason to hide the error
-        target.with_suffix(".failed").write_text(json.dumps(noted))
+        target.with_suffix(".failed").write_text(json.dumps(record))
 
 
 def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path) -> dict[Path, list[str]]:
@@ -246,18 +251,18 @@ def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path)
 
 
 def _compile_and_link(
-    part: str, tools: Toolchain, devices: Sequence[Device], target: Path, tell: Callable[[str], None]
+    part: str, tools: Toolchain, devices: Sequence[Device], target: Path, report: Callable[[str], None]
 ) -> None:
-    name = name_for(part, tools, devices)
+    wanted = name_for(part, tools, devices).architectures
     with tempfile.TemporaryDirectory(prefix="zero_full_") as scratch:
-        jobs = commands(part, tools, name.architectures, Path(scratch))
-        tell(f"{len(jobs)} files to compile, {_usable_cpus()} at a time")
+        jobs = commands(part, tools, wanted, Path(scratch))
+        report(f"{len(jobs)} files to compile, {_usable_cpus()} at a time")
         with ThreadPoolExecutor(_usable_cpus()) as pool:
             running = {pool.submit(_run, [*command, "-o", str(made)]): made for made, command in jobs.items()}
             try:
                 for number, done in enumerate(as_completed(running), 1):
                     done.result()
-                    tell(f"{number} of {len(jobs)}: {running[done].stem}")
+                    report(f"{number} of {len(jobs)}: {running[done].stem}")
             finally:
                 for waiting in running:
                     waiting.cancel()
@@ -276,13 +281,13 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# A lasting error has a place in a source, or is the linker's or nvcc's. A lack of resources is not lasting.
-MISTAKE = re.compile(
+# A lasting error has a line of a source, or is the linker's or nvcc's. A lack of resources is not lasting.
+LASTING = re.compile(
     r"^.+:\d+:(\d+:)? (fatal )?error: |^.+\(\d+\): (catastrophic )?error|^(nvcc|ptxas) (fatal|error)"
     r"|undefined reference|unrecognized (command.line )?option|cannot find -l",
     re.MULTILINE,
 )
-NEED = re.compile(
+TRANSIENT = re.compile(
     r"no space left|quota exceeded|out of memory|memory exhausted|cannot allocate memory|killed|kill signal"
     r"|died due to signal|input/output error|stale file handle|temporarily unavailable|internal compiler",
     re.IGNORECASE,
@@ -292,8 +297,8 @@ NEED = re.compile(
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        lasting = done.returncode > 0 and bool(MISTAKE.search(said)) and not NEED.search(said)
-        shown = "\n".join(said.splitlines()[:20])
-        code = f"this command failed with code {done.returncode}:\n{' '.join(command)}\n{shown}"
-        raise CompileError(code, lasting)
+        output = (done.stderr or done.stdout).strip()
+        is_lasting = done.returncode > 0 and bool(LASTING.search(output)) and not TRANSIENT.search(output)
+        shown = "\n".join(output.splitlines()[:20])
+        reason = f"this command failed with code {done.returncode}:\n{' '.join(command)}\n{shown}"
+        raise CompileError(reason, is_lasting)
