@@ -25,13 +25,13 @@ from torch import nn
 
 from zero_full.checkpoint import load_weights
 from zero_full.comm.devices import ON_CPU, own_accelerator
-from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, this_rank
+from zero_full.comm.traffic import Traffic
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.engine.forward_hooks import DdpCheck, ForwardHooks
 from zero_full.formatting import listed
 from zero_full.kernels.load import load
-from zero_full.offload import Need, Shelf, Tier, limits_here, refusal
+from zero_full.offload import Need, ParamStore, Tier, memory_limits, shortage_message
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.settings import Settings
@@ -164,7 +164,7 @@ def _prepare(
 
 def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
     """Yield the operators in use on this rank's devices. Missing ones are compiled."""
-    where_stepped = tier.room(0, torch.float32, device).device
+    where_stepped = tier.allocate(0, torch.float32, device).device
     for place in dict.fromkeys((device, where_stepped)):
         loaded = load(place)
         why = loaded.reason.partition("\n")[0]
@@ -193,12 +193,12 @@ def assemble(
     check_backend(base, groups, device)
     if topology.model is not None and hasattr(base, "zero_full_stepper"):
         _check_not_split(model, base, topology)
-    deferred.refuse_strangers(base.param_groups)
-    deferred.meet(groups.dense)
+    deferred.check_optimizer_parameters(base.param_groups)
+    deferred.exchange_random_states(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts have different values on each rank. Construct them without Init")
-    shelf = _open_shelf(settings, device, topology)
-    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
+    param_store = _open_param_store(settings, device, topology)
+    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, param_store)
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=(open_tier or _opened)(base, dealer, drafts, device))
     parts = dealer.deal(drafts)
@@ -206,8 +206,8 @@ def assemble(
         warn_of_share(drafts, settings)
         warn_of_parameters(parts, settings)
     if deferred.parameters:
-        attempt(partial(deferred.fill, parts.fill), topology)
-        deferred.share(parts.fill)
+        attempt(partial(deferred.run_replay, parts.fill), topology)
+        deferred.broadcast_differences(parts.fill)
     place_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler, accumulation)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
@@ -220,20 +220,20 @@ def assemble(
 
 def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> Tier:
     """Open the offload tier. If it fails on one rank, all ranks raise."""
-    tier, topology, shelf = dealer.settings.tier, dealer.topology, dealer.shelf
+    tier, topology, param_store = dealer.settings.tier, dealer.topology, dealer.param_store
     with ExitStack() as failing:
-        failing.callback(shelf.close)
+        failing.callback(param_store.close)
         memory = host_memory(base, dealer, drafts, device)
-        if tier.apart or dealer.settings.param_tier.apart:
-            needs = gather_objects(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
-            if reason := refusal(needs):
+        if tier.is_offloaded or dealer.settings.param_tier.is_offloaded:
+            needs = gather_objects(Need(memory.total, tuple(memory_limits(socket.gethostname()))), topology)
+            if reason := shortage_message(needs):
                 raise MemoryError(reason)
         if not memory.knows_state and this_rank() == 0:
             log.warning(UNKNOWN_STATE, type(base).__name__)
         opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
         failing.callback(opened.close)
-        in_files: list[tuple[Tier | Shelf, int]] = []
-        in_files += [(shelf, memory.parameters_in_file)] if shelf.can_lose else []
+        in_files: list[tuple[Tier | ParamStore, int]] = []
+        in_files += [(param_store, memory.parameters_in_file)] if param_store.can_fail else []
         in_files += [(opened, memory.state_in_file)] if opened.moves else []
         _check_disk_space(in_files, topology)
         for advice in {each.advice for each, _ in in_files if each.advice and this_rank() == 0}:
@@ -242,30 +242,30 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
     return opened
 
 
-def _open_shelf(settings: Settings, device: torch.device, topology: Topology) -> Shelf:
+def _open_param_store(settings: Settings, device: torch.device, topology: Topology) -> ParamStore:
     """Open the store for shards of parameters."""
     chosen = settings.param_tier
-    shelf = attempt(partial(chosen.shelf, device), topology)
-    if chosen.apart and not shelf.apart and this_rank() == 0:
+    param_store = attempt(partial(chosen.param_store, device), topology)
+    if chosen.is_offloaded and not param_store.is_offloaded and this_rank() == 0:
         log.info(
             "offload_param has no effect: the model is on the CPU, so its parameters are in host memory "
             "already"
         )
-    return shelf
+    return param_store
 
 
-def _check_disk_space(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topology) -> None:
+def _check_disk_space(opened: Sequence[tuple[Tier | ParamStore, int]], topology: Topology) -> None:
     """Raise on every rank if a disk has too little space for the offloaded state of all ranks that use it.
 
     Ranks exchange their host names, since a launcher may not define the number of ranks per host.
     """
     if not opened:
         return
-    mine = [((socket.gethostname(), each.place), need) for each, need in opened]
+    mine = [((socket.gethostname(), each.disk_id), need) for each, need in opened]
     told = gather_objects(mine, topology)
     for (each, _), (here, _) in zip(opened, mine, strict=True):
         together = sum(need for theirs in told.values() for place, need in theirs if place == here)
-        attempt(partial(each.refuse_too_little, together), topology)
+        attempt(partial(each.check_space, together), topology)
 
 
 def _check_not_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

@@ -67,13 +67,13 @@ class Settings:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if not 0 <= self.clip < inf:
             raise ValueError(f"clip must be a finite norm, or 0 for no clipping, not {self.clip!r}")
-        if self.stage == 0 and self.tier.apart:
+        if self.stage == 0 and self.tier.is_offloaded:
             raise ValueError("tier: stage 0 keeps the optimizer state on the device. Use stage 1, 2 or 3")
-        if self.stage < 3 and self.param_tier.apart:
+        if self.stage < 3 and self.param_tier.is_offloaded:
             raise ValueError(
                 f"param_tier: stage {self.stage} keeps unsharded parameters on the device. Use stage 3"
             )
-        if self.tier.delay_after is not None and self.param_tier.apart:
+        if self.tier.delay_after is not None and self.param_tier.is_offloaded:
             raise ValueError(
                 "tier.delay_after and param_tier exclude each other: offloaded parameters are updated within "
                 "the step"
@@ -99,7 +99,7 @@ class Settings:
         """The number of this rank's elements that are stepped at a time; None: all."""
         limits = [self.sub_group_numel] if self.releases_parameters else []
         limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
-        limits += [self.param_tier.copied_numel] if self.param_tier.apart else []
+        limits += [self.param_tier.copied_numel] if self.param_tier.is_offloaded else []
         return min(limits, default=None)
 
     @cached_property

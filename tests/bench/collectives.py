@@ -25,7 +25,7 @@ from tests.bench.step_time import DTYPES, leave_with_parent
 from tests.worlds import Pool
 from zero_full._compat import all_gather_single, reduce_scatter_single
 from zero_full.comm.communicator import choose_transport
-from zero_full.comm.shared import share_memory
+from zero_full.comm.shared_memory import share_memory
 from zero_full.comm.transport import Exchange, Transport, own_slice
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-reduce")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.bench import interleave
 from tests.bench.interleave import Series
-from zero_full.comm.lane import Inline
+from zero_full.comm.lane import InlineLane
 from zero_full.settings import Gathering
 from zero_full.shard.passes.gather import ParameterGatherer, Site
 
@@ -74,7 +74,7 @@ class Hooked(Alone):
         group_of = {m.param: group for group in self.optimizer.parts.groups for m in group.members}
         sites = [Site(str(n), layer, [group_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
         reducer = self.optimizer.reducer
-        self.gatherer = ParameterGatherer(self.model, sites, Inline(), Gathering(), reducer)
+        self.gatherer = ParameterGatherer(self.model, sites, InlineLane(), Gathering(), reducer)
 
 
 ROWS = {"no engine": Plain, "stage 3 alone": Alone, "with hooks on every layer": Hooked}

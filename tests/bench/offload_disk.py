@@ -16,7 +16,7 @@ from tests.bench.interleave import Series
 from tests.bench.offload_rows import DISK, of_disk
 from tests.bench.step_time import Found, Plan, Rank, leave_with_parent
 from zero_full.kernels.files import BlockIO, Transfer, aligned_empty
-from zero_full.offload.spill_file import ScratchFile
+from zero_full.offload.spill_file import SpillFile
 
 BANDWIDTH = "bandwidth"  # what is visited as if it were a row
 PIECE = 2**26  # bytes that are one transfer, if there are so many
@@ -53,7 +53,7 @@ class DiskRank(Rank):
     def __init__(self, plan: Plan, limits: Limits) -> None:
         rows = of_disk(limits.directory)
         super().__init__(Plan(**{**vars(plan), "rows": tuple(rows)}), rows)
-        self.file = ScratchFile(Path(limits.directory), BlockIO())
+        self.file = SpillFile(Path(limits.directory), BlockIO())
         self.size = limits.mib * 2**20
         self.file.take(self.size)
         self.buffer = aligned_empty(min(PIECE, self.size), torch.uint8)

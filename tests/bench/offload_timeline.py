@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import zero_full
 from tests.slow_copies import slow_copies
 from zero_full.offload import BlockTier, HostTier, Tier
-from zero_full.offload.host_device_copies import HostSlice
-from zero_full.offload.nvme_state import Block, OpenBlocks
+from zero_full.offload.host_device_copies import HostGradientSlice
+from zero_full.offload.nvme_state import Block, OpenNvmeTier
 from zero_full.precision import Dtypes
 from zero_full.settings import Settings
 from zero_full.shard.step.speculative import SpeculativeSteps
@@ -94,10 +94,10 @@ class Tower(nn.Module):
 def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
     """A call that moves blocks, at the disk's rate."""
 
-    def moves(tier: OpenBlocks, what: Any, *more: Any) -> Any:
+    def moves(tier: OpenNvmeTier, what: Any, *more: Any) -> Any:
         found = [what] if isinstance(what, Block) else [block for block, _, _ in what]
         done = call(tier, what, *more)
-        time.sleep(sum(block.room for block in found) / DISK)
+        time.sleep(sum(block.padded_size for block in found) / DISK)
         return done
 
     return moves
@@ -127,11 +127,11 @@ def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
 def watched(events: Events) -> Iterator[None]:
     """Parts of the runtime are noted."""
     noted: list[tuple[type, str, Callable[..., Any]]] = [
-        (HostSlice, "_square", events.note("sum of squares", HostSlice._square)),
+        (HostGradientSlice, "_square", events.note("sum of squares", HostGradientSlice._square)),
         (SpeculativeSteps, "_take", guessed(events, SpeculativeSteps._take)),
         (Steppers, "_step_part", events.note("step", Steppers._step_part)),
-        (OpenBlocks, "_read", events.note("read", slowed(OpenBlocks._read))),
-        (OpenBlocks, "_write", events.note("write", slowed(OpenBlocks._write))),
+        (OpenNvmeTier, "_read", events.note("read", slowed(OpenNvmeTier._read))),
+        (OpenNvmeTier, "_write", events.note("write", slowed(OpenNvmeTier._write))),
     ]
     with ExitStack() as stack:
         copies = stack.enter_context(slow_copies(LINK))

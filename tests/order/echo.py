@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tests.order.trace import Recorder
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.fake_ranks import PretendedGroup
-from zero_full.comm.lane import InlineStream, Lane, Stream
+from zero_full.comm.fake_ranks import FakeGroup
+from zero_full.comm.lane import InlineStreamLane, Lane, StreamLane
 from zero_full.comm.transport import Native
 from zero_full.offload import HostTier
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -30,15 +30,15 @@ class Echo:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def _call(self, group: PretendedGroup, kind: str, numel: int) -> Any:
+    def _call(self, group: FakeGroup, kind: str, numel: int) -> Any:
         return self.recorder.collective(group, kind, numel)
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, group: PretendedGroup) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: FakeGroup) -> None:
         """The sum of all slices."""
         with self._call(group, "reduce_scatter", whole.numel()):
             out.copy_(whole.view(group.size(), -1).sum(0))
 
-    def all_gather(self, whole: Tensor, mine: Tensor, group: PretendedGroup) -> None:
+    def all_gather(self, whole: Tensor, mine: Tensor, group: FakeGroup) -> None:
         """This rank's slice in all places."""
         with self._call(group, "all_gather", whole.numel()):
             slices = whole.view(group.size(), -1)
@@ -46,23 +46,23 @@ class Echo:
                 if rank != group.rank():
                     slices[rank].copy_(mine)
 
-    def all_reduce(self, whole: Tensor, group: PretendedGroup) -> None:
+    def all_reduce(self, whole: Tensor, group: FakeGroup) -> None:
         """As many times what it was as there are ranks."""
         with self._call(group, "all_reduce", whole.numel()):
             whole.mul_(group.size())
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *splits: list[int], group: PretendedGroup) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, *splits: list[int], group: FakeGroup) -> None:
         """Everyone has sent what this rank has, again and again where parts are of other sizes."""
         with self._call(group, "all_to_all", sent.numel()):
             times = -(-received.numel() // sent.numel()) if sent.numel() else 0
             received.copy_(sent.repeat(times)[: received.numel()] if times else torch.zeros_like(received))
 
-    def broadcast(self, tensor: Tensor, root: int, group: PretendedGroup) -> None:
+    def broadcast(self, tensor: Tensor, root: int, group: FakeGroup) -> None:
         """The first rank has these values, too."""
         with self._call(group, "broadcast", tensor.numel()):
             pass
 
-    def gather_objects(self, answers: list[Any], mine: Any, group: PretendedGroup) -> None:
+    def gather_objects(self, answers: list[Any], mine: Any, group: FakeGroup) -> None:
         """On an accelerator the host waits for such a call."""
         with self._call(group, "gather_objects", 0):
             answers[:] = [mine] * len(answers)
@@ -83,9 +83,9 @@ def on_an_accelerator(recorder: Recorder, lane: Callable[[Any], Lane] = lambda m
 
     def lane_for(device: torch.device, overlap: bool) -> Lane:
         if not overlap:
-            return InlineStream(recorder.current)
+            return InlineStreamLane(recorder.current)
         name = ["reductions", "gathers"][min(len(recorder.streams) - 1, 1)]
-        return lane(Stream(recorder.stream(name), recorder.current))
+        return lane(StreamLane(recorder.stream(name), recorder.current))
 
     def fetch(tier: HostTier, tensor: Tensor) -> Tensor:
         copy = tensor.clone()
@@ -107,13 +107,13 @@ def on_an_accelerator(recorder: Recorder, lane: Callable[[Any], Lane] = lambda m
     transport = "zero_full.comm.transport"
     with ExitStack() as stack:
         for patch in (
-            mock.patch("zero_full.comm.communicator.Pretence", Native),
+            mock.patch("zero_full.comm.communicator.FakeTransport", Native),
             mock.patch(f"{transport}.reduce_scatter_single", echo.reduce_scatter),
             mock.patch(f"{transport}.all_gather_single", echo.all_gather),
             mock.patch(f"{transport}.dist", backend),
             mock.patch("zero_full.start.startup_checks.groups_of", lambda topology: []),
             mock.patch("zero_full.shard.step.optimizer.lane_for", lane_for),
-            mock.patch("zero_full.shard.step.peers.Inline", ()),  # as many rounds there: the same echoes
+            mock.patch("zero_full.shard.step.peers.InlineLane", ()),  # as many rounds there: the same echoes
             mock.patch.object(HostTier, "fetch", fetch),
             mock.patch.object(Communicator, "_call", called),
             mock.patch.object(

@@ -15,7 +15,7 @@ from tests.order.models import data
 from tests.order.runs import Case, one_step
 from tests.order.trace import SimStream
 from zero_full.comm import lane
-from zero_full.comm.lane import Job, Pending, Stream
+from zero_full.comm.lane import Job, Pending, StreamLane
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes.gather import ParameterGatherer
@@ -47,33 +47,33 @@ def instead(owner: Any, name: str, mistaken: Callable[..., Any]) -> Plant:
 
 
 def submit_early_event(
-    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+    self: StreamLane, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
 ) -> Pending:
     """The event is recorded before the job."""
     for stream in {self.producer(), *producers}:
         self.side.wait_stream(stream)
-    early = lane._Event(self, {self.producer()}, list(tensors))
+    early = lane._StreamJob(self, {self.producer()}, list(tensors))
     with self.side:
         job()
     return early
 
 
 def submit_without_tensors(
-    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+    self: StreamLane, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
 ) -> Pending:
     """Nobody keeps what the job uses."""
     return SUBMIT(self, job, [], producers)
 
 
 def submit_after_others_only(
-    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+    self: StreamLane, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
 ) -> Pending:
     """What the caller itself has queued is not waited for."""
     with mock.patch.object(self, "producer", lambda: self.side):
         return SUBMIT(self, job, tensors, [])
 
 
-SUBMIT = Stream.submit
+SUBMIT = StreamLane.submit
 
 
 def wait_for_nothing(self: Any) -> None:
@@ -229,7 +229,7 @@ def come_back_unarrived(self: Trip) -> None:
 COME_BACK = Trip.come_back
 
 
-def order_nothing(self: Stream, earlier: Any, later: Any) -> None:
+def order_nothing(self: StreamLane, earlier: Any, later: Any) -> None:
     """Several streams write to one flat buffer, and none waits for the one that has made it."""
 
 
@@ -238,11 +238,11 @@ MISTAKES = {
         instead(SimStream, "wait_stream", lambda self, other: None), Case(2)
     ),
     "the caller's own stream is forgotten": Mistake(
-        instead(Stream, "submit", submit_after_others_only), Case(3)
+        instead(StreamLane, "submit", submit_after_others_only), Case(3)
     ),
-    "event before the job": Mistake(instead(Stream, "submit", submit_early_event), Case(1)),
-    "wait does nothing": Mistake(instead(lane._Event, "wait", wait_for_nothing), Case(1)),
-    "no reference is kept": Mistake(instead(Stream, "submit", submit_without_tensors), Case(2)),
+    "event before the job": Mistake(instead(StreamLane, "submit", submit_early_event), Case(1)),
+    "wait does nothing": Mistake(instead(lane._StreamJob, "wait", wait_for_nothing), Case(1)),
+    "no reference is kept": Mistake(instead(StreamLane, "submit", submit_without_tensors), Case(2)),
     "references are looked up too late": Mistake(
         instead(GradientReducer, "_launch", launch_reading_late), Case(2)
     ),
@@ -288,7 +288,7 @@ MISTAKES = {
         instead(Trip, "come_back", come_back_unarrived), Case(2, keys=MUON, steps=2, depth=8)
     ),
     "two producers write one buffer": Mistake(
-        instead(Stream, "order", order_nothing),
+        instead(StreamLane, "order", order_nothing),
         Case(1, "two streams", zero={"reduce_bucket_size": 10**6}),
         shows=False,
     ),

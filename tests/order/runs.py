@@ -11,7 +11,7 @@ from tests.order.echo import NoSpares, on_an_accelerator
 from tests.order.models import DEPTH, WIDTH, Model, data
 from tests.order.trace import Recorder
 from tests.zero_full.runs import config
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.lane import Lane
 from zero_full.comm.topology import Topology
 
@@ -63,7 +63,7 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
     """
     recorder = Recorder()
     with on_an_accelerator(recorder, lane):
-        topology = Topology(data=PretendedGroup(range(case.ranks), case.me))
+        topology = Topology(data=FakeGroup(range(case.ranks), case.me))
         engine, optimizer, _, _ = zero_full.initialize(
             model=Model(case.kind, case.me, recorder, case.depth),
             config=case.config(overlap),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.order.runs import Case, recorded
 from tests.zero_full.test_reuse import RACE, reduce_what_came_here
-from zero_full.comm.lane import Lane, Late
+from zero_full.comm.lane import Lane, LazyLane
 from zero_full.shard.passes.reduce import GradientReducer
 
 CASES = [
@@ -53,7 +53,7 @@ def test_a_bucket_that_leaves_when_it_is_full_is_found() -> None:
 def on_each_communicator(case: Case, late: bool) -> dict[Any, list[tuple[Any, ...]]]:
     """The calls of a rank whose lanes run their jobs at once, or only when they are waited for."""
     calls: dict[Any, list[tuple[Any, ...]]] = {}
-    for number, *call in order_of(case, 1, lambda made: Late() if late else made):
+    for number, *call in order_of(case, 1, lambda made: LazyLane() if late else made):
         calls.setdefault(number, []).append(tuple(call))
     return calls
 

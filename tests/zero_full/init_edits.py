@@ -120,7 +120,7 @@ def give_other_data(model: Model) -> None:
     model.embed.weight.data = torch.cat([model.embed.weight.data, torch.zeros(1, 6)])
 
 
-@refused(r"more.weight: recorded values were given .* make an nn.Parameter\(recorded\)")
+@refused(r"more.weight: .*nn.Parameter\(recorded\)")
 def give_its_data_to_another(model: Model) -> None:
     model.more = nn.Linear(6, 6)
     model.more.weight.data = model.layers[0].weight.data
@@ -170,7 +170,7 @@ def draw_from_a_generator(model: Model) -> None:
     model.layers[1].weight.data.normal_(generator=generator)
 
 
-@refused(r"normal_ of layers.0.weight should draw what follows .* call torch.manual_seed first")
+@refused(r"normal_ of layers.0.weight .* torch.manual_seed")
 def draw_after_others_have(model: Model) -> None:
     torch.rand(3)
     model.layers[0].weight.data.normal_()
@@ -279,7 +279,7 @@ def move(model: Model) -> None:
     model.layers[1].weight.data.to("cpu", copy=True).zero_()
 
 
-@refused(r"embed.weight would be left without values, as by to_empty: leave that out")
+@refused(r"embed.weight .* to_empty")
 def drop_values(model: Model) -> None:
     model.to_empty(device="cpu")
 
@@ -388,7 +388,7 @@ def gather_and_resize(model: Model) -> None:
         model.embed.weight.data = torch.cat([model.embed.weight.data, torch.zeros(2, 6)])
 
 
-@refused(r"layers.0.weight changed inside GatheredParameters, and the change is undone: pass modifier_rank")
+@refused(r"layers.0.weight changed inside GatheredParameters.* modifier_rank")
 def gather_and_write_without_saying_so(model: Model) -> None:
     with GatheredParameters(model.parameters()):
         model.layers[0].weight.data.copy_(model.layers[0].weight.data.flip(0))

@@ -15,9 +15,9 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import WIDTH, config
 from tests.zero_full.test_experts import topology_of
-from zero_full.comm.shared import SharedMemory
-from zero_full.offload.nvme_params import BlockShelf, Buffer
-from zero_full.offload.nvme_state import OpenBlocks
+from zero_full.comm.shared_memory import SharedMemory
+from zero_full.offload.nvme_params import Buffer, NvmeParamStore
+from zero_full.offload.nvme_state import OpenNvmeTier
 from zero_min.ledger import held
 
 
@@ -235,9 +235,9 @@ def matrix() -> Iterator[Case]:
 def most_in_buffers(optimizer: Any) -> list[int]:
     """Bytes in buffers for parameters, whenever one is taken from now on."""
     sizes: list[int] = []
-    shelf = optimizer.parts.shelf
-    if isinstance(shelf, BlockShelf):
-        take, alive = shelf.buffers.take, WeakSet[Buffer]()
+    param_store = optimizer.parts.param_store
+    if isinstance(param_store, NvmeParamStore):
+        take, alive = param_store.buffers.take, WeakSet[Buffer]()
 
         def noted(*given: Any, **named: Any) -> Buffer | None:
             taken = take(*given, **named)
@@ -246,7 +246,7 @@ def most_in_buffers(optimizer: Any) -> list[int]:
             sizes.append(held(buffer.memory for buffer in alive))
             return taken
 
-        shelf.buffers.take = noted  # type: ignore[method-assign]
+        param_store.buffers.take = noted  # type: ignore[method-assign]
     return sizes
 
 
@@ -271,14 +271,16 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     beside = [
         group.master.values
         for group in optimizer.trained
-        if group.master.is_separate and not group.master.tier.apart
+        if group.master.is_separate and not group.master.tier.is_offloaded
     ]
     found["master"] = held(beside)
     found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
-    tier, shelf = optimizer.settings.tier, optimizer.parts.shelf
-    found["disk"] = sum(each.room for each in tier.blocks.values()) if isinstance(tier, OpenBlocks) else 0
-    found["disk"] += shelf.file.size if isinstance(shelf, BlockShelf) else 0
+    tier, param_store = optimizer.settings.tier, optimizer.parts.param_store
+    found["disk"] = (
+        sum(each.padded_size for each in tier.blocks.values()) if isinstance(tier, OpenNvmeTier) else 0
+    )
+    found["disk"] += param_store.file.size if isinstance(param_store, NvmeParamStore) else 0
     for way, words in {"read": "read from disk", "written": "written to disk"}.items():
         found[way] = moved.get(words, 0) + moved.get(f"parameters {way}", 0)
     flat = {member.param for values in optimizer.parts.flats for member in values.members}

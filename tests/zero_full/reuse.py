@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_full
-from zero_full.comm.lane import Pending, Thread
+from zero_full.comm.lane import Pending, ThreadLane
 
 WIDTH, LAYERS = 12, 4
 SLOWEST_S = 0.004  # that a job on the lane may be late by chance
@@ -150,9 +150,9 @@ class Asked:
 @contextmanager
 def dawdling(seed: int, rank: int, by_rank: bool) -> Iterator[None]:
     """Jobs on lanes begin late: by chance; or `by_rank`, as late as can be on all ranks but the first."""
-    times, submit = random.Random(seed + rank), Thread.submit
+    times, submit = random.Random(seed + rank), ThreadLane.submit
 
-    def late(self: Thread, job: Any, tensors: Any, producers: Any) -> Any:
+    def late(self: ThreadLane, job: Any, tensors: Any, producers: Any) -> Any:
         asked, pause = threading.Event(), times.choice((0.0, times.random() * SLOWEST_S))
 
         def act() -> None:
@@ -164,7 +164,7 @@ def dawdling(seed: int, rank: int, by_rank: bool) -> Iterator[None]:
 
         return Asked(submit(self, act, tensors, producers), asked)
 
-    with mock.patch.object(Thread, "submit", late):
+    with mock.patch.object(ThreadLane, "submit", late):
         yield
 
 

@@ -61,7 +61,7 @@ def killed(comm: Any, folder: Path) -> None:
 def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1: the process died"):
         POOL.run(killed, 2, tmp_path, collective=2)
-    assert "nothing was heard of rank 1 within 2 s" in (tmp_path / "said").read_text()
+    assert "no message from rank 1 within 2 s" in (tmp_path / "said").read_text()
     assert latest_tag(tmp_path) == "good" and complete(tmp_path).keys() == {"good"}
 
 
@@ -74,7 +74,7 @@ from zero_full.checkpoint.disk import NewFile
 from zero_full.comm import store_messages as notes
 
 if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
-    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
+    notes.FIRST_PAUSE_S = notes.LONGEST_PAUSE_S = 1.5
 zero_full.init_distributed()
 given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
 atexit.register(print, "at its end", file=sys.stderr)

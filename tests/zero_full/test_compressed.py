@@ -14,7 +14,7 @@ from tests.worlds import POOL
 from tests.zero_full.compressed_cases import BF16, CASES, FP32, GAPS, Case, given, reduce_of, tensors_of
 from zero_full.comm import Communicator, compressed
 from zero_full.comm.chunks import Chunks
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.kernels import reference
 from zero_full.kernels.load import load
 
@@ -225,7 +225,7 @@ def test_a_call_makes_two_collectives() -> None:
 @pytest.mark.parametrize("mask", ["", "some"])
 def test_a_plan_counts_what_a_run_sends(mask: str) -> None:
     case = Case(100, GAPS, mask)
-    by = Communicator(PretendedGroup(range(4), me=1), META)
+    by = Communicator(FakeGroup(range(4), global_rank=1), META)
     reduce = reduce_of(by, case)
     x, errors = torch.empty(case.numel, device=META, dtype=BF16), reduce.new_errors()
     reduce.average(x, torch.empty(case.numel, device=META), errors, "momentum")

@@ -13,7 +13,7 @@ from tests.worlds import POOL
 from tests.zero_full.compressed_cases import CASES, GAPS, MASKS, Case, given, reduce_of, tensors_of
 from zero_full.comm import Communicator
 from zero_full.comm.compressed import CompressedReduce, Errors
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.errors import CommunicationError, DisagreementError, NotFiniteError
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_a_server_whose_sum_overflows_tells_all_and_a_call_that_fails_half_way_c
 
 
 def errors_of(case: Case, world: int, rank: int) -> Errors:
-    return reduce_of(Communicator(PretendedGroup(range(world), me=rank), CPU), case).new_errors()
+    return reduce_of(Communicator(FakeGroup(range(world), global_rank=rank), CPU), case).new_errors()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -135,10 +135,10 @@ def test_errors_can_be_forgotten() -> None:
 )
 def test_errors_of_somebody_else_are_refused(case: Case, world: int, rank: int, theirs: str) -> None:
     saved, mine = errors_of(Case(8), 2, 1), errors_of(case, world, rank)
-    with pytest.raises(ValueError, match=f"saved by {theirs} mean nothing to rank {rank} of {world}"):
+    with pytest.raises(ValueError, match=f"saved by {theirs} cannot be used by rank {rank} of {world}"):
         mine.load_state_dict(saved.state_dict())
     alone = CompressedReduce(Communicator(None, CPU), 8)
-    with pytest.raises(ValueError, match="these errors are of rank 1 of 2"):
+    with pytest.raises(ValueError, match="these errors belong to rank 1 of 2"):
         alone.average(torch.ones(8), torch.ones(8), saved, "momentum")
 
 
@@ -162,23 +162,25 @@ def all_disagreements(comm: Any) -> list[str]:
 
 def test_ranks_that_would_average_different_things_are_told_so() -> None:
     one, other = POOL.run(all_disagreements, 2)
-    assert one == other and all(text.startswith("ranks would not average the same:") for text in one)
-    assert "rank 0: 10 elements, 1 tensors, 10 elements travel" in one[0]
-    assert "rank 1: 9 elements, 1 tensors, 9 elements travel" in one[0]
+    assert one == other and all(
+        text.startswith("the ranks average buffers of different layouts:") for text in one
+    )
+    assert "rank 0: 10 elements, 1 tensors, 10 elements sent" in one[0]
+    assert "rank 1: 9 elements, 1 tensors, 9 elements sent" in one[0]
     assert "rank 1: 10 elements, 2 tensors" in one[1]
-    assert "rank 1: 10 elements, 1 tensors, 7 elements travel" in one[2]
+    assert "rank 1: 10 elements, 1 tensors, 7 elements sent" in one[2]
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"x": torch.ones(9)}, r"x must be 10 elements in a row, not of shape \(9,\)"),
-        ({"x": torch.ones(20)[::2]}, r"x must be 10 elements in a row.* strides \(2,\)"),
+        ({"x": torch.ones(9)}, r"x must be .* 10 elements, not of shape \(9,\)"),
+        ({"x": torch.ones(20)[::2]}, r"x must be a contiguous tensor of 10 elements.* strides \(2,\)"),
         (
             {"x": torch.ones(10).double()},
             "x is torch.float64: it can be torch.float32, torch.bfloat16, torch",
         ),
-        ({"out": torch.ones(2, 5)}, r"out must be 10 elements in a row, not of shape \(2, 5\)"),
+        ({"out": torch.ones(2, 5)}, r"out must be .* 10 elements, not of shape \(2, 5\)"),
         ({"out": torch.ones(10).half()}, "out is torch.float16: it can be torch.float32"),
     ],
 )
@@ -192,11 +194,11 @@ def test_what_cannot_be_averaged_is_refused(changes: dict[str, Tensor], complain
 @pytest.mark.parametrize(
     ("tensors", "mask", "complaint"),
     [
-        ([(0, 11)], None, "tensors must lie in a buffer of 10 elements in order"),
-        ([(0, 5), (4, 10)], None, "in order, not at"),
-        ([(5, 4)], None, "in order, not at"),
-        ([(-1, 4)], None, "in order, not at"),
-        (None, torch.ones(10), "must be 10 times True or False, not torch.float32"),
+        ([(0, 11)], None, "ascending ranges of 10 elements"),
+        ([(0, 5), (4, 10)], None, "ascending ranges"),
+        ([(5, 4)], None, "ascending ranges"),
+        ([(-1, 4)], None, "ascending ranges"),
+        (None, torch.ones(10), "a bool tensor of 10 elements, not torch.float32"),
         (None, torch.ones(9, dtype=torch.bool), r"not torch.bool of shape \(9,\)"),
     ],
 )

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.worlds import POOL
 from zero_full import Settings, Topology, _compat, assemble
-from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import new_group, ranks_of
+from zero_full.comm.traffic import Traffic
 from zero_full.precision import StaticScale
 from zero_full.shard.group.process_groups import Connection, connect
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.zero_full.deferred_models import BUILDERS, GPT, Holder
-from zero_full.construct.deferred import Recording
-from zero_full.construct.recorded import twin_of
-from zero_full.construct.recorder import recorder
+from zero_full.construct.recorded_tensor import twin_of
+from zero_full.construct.recording import Recording
+from zero_full.construct.session import recorder
 
 SEED = 11
 

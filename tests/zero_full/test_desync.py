@@ -90,7 +90,7 @@ def test_every_rank_names_both_sides_of_a_difference(
     answers = POOL.run(part_ways, world, other, collective=5)
     assert len(set(answers)) == 1
     lines = answers[0].splitlines()
-    assert re.fullmatch(r"DesyncError: the ranks part ways at call \d+:", lines[0])
+    assert re.fullmatch(r"DesyncError: the ranks disagree at collective call \d+:", lines[0])
     ours = [f"  rank {rank}: all_gather of layer a: 12 x float32" for rank in range(world - 1)]
     assert lines[1:] == [*ours, f"  rank {world - 1}: {theirs}"]
 
@@ -131,7 +131,7 @@ def test_a_rank_that_comes_late_fails_with_the_same_words() -> None:
 def comes_while_the_other_gives_up(comm: Any) -> str:
     by = checked(timeout_s=1)
     usual(by)
-    slow = CallCheck._whereabouts
+    slow = CallCheck._describe
 
     def write_slowly(self: CallCheck, number: int, call: str) -> str:
         time.sleep(0.4)
@@ -139,7 +139,7 @@ def comes_while_the_other_gives_up(comm: Any) -> str:
 
     if comm.rank == 1:
         time.sleep(1.3)  # after the other's patience, before it has written its complaint
-    with mock.patch.object(CallCheck, "_whereabouts", write_slowly):
+    with mock.patch.object(CallCheck, "_describe", write_slowly):
         return said(lambda: usual(by))
 
 
@@ -162,7 +162,7 @@ def two_groups_of_the_same_ranks(comm: Any) -> str:
 
 def test_groups_of_the_same_ranks_are_compared_each_with_itself() -> None:
     for answer in POOL.run(two_groups_of_the_same_ranks, 2):
-        assert answer.startswith("DesyncError: the ranks part ways at call 7:")
+        assert answer.startswith("DesyncError: the ranks disagree at collective call 7:")
 
 
 def goes_on_after_a_difference(comm: Any) -> list[str]:

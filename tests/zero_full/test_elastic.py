@@ -25,7 +25,7 @@ import zero_full
 from tests.worlds import POOL, RankError, free_port
 from tests.zero_full.checkpoint_runs import Layout, batch, engine_of
 from tests.zero_full.runs import WIDTH, Net, config, said_by
-from zero_full.comm.fresh_store import fresh_part
+from zero_full.comm.fresh_store import fresh_prefix
 from zero_full.examples import resume
 
 STEPS = 10
@@ -229,7 +229,7 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before_them() -> Non
 
     def starts(rank: int, ranks: int, late: tuple[int, ...]) -> bytes:
         time.sleep(0.1 if rank in late else 0)
-        part = fresh_part(store, rank, ranks)
+        part = fresh_prefix(store, rank, ranks)
         if rank == 1:
             part.set("address", secrets.token_hex(8))
         return bytes(part.get("address"))
@@ -241,8 +241,8 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before_them() -> Non
         assert len(heard) == 1 and not heard & seen
         seen |= heard
     store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come to init_distributed within 0.1 s"):
-        fresh_part(store, 0, 3)
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not called init_distributed within 0.1 s"):
+        fresh_prefix(store, 0, 3)
 
 
 STARTED_AGAIN = """

@@ -16,10 +16,10 @@ from tests.zero_full.runs import Net, config, data
 from tests.zero_full.test_host_memory import HOST, PAGE
 from tests.zero_full.test_offload_param import host_apart
 from zero_full import assemble
-from zero_full.offload import Need, limits_here, refusal
+from zero_full.offload import Need, memory_limits, shortage_message
 from zero_full.offload.limits import Limit
-from zero_full.offload.nvme_params import BlockShelf
-from zero_full.offload.spill_file import ScratchFile, whole_pages
+from zero_full.offload.nvme_params import NvmeParamStore
+from zero_full.offload.spill_file import SpillFile, whole_pages
 from zero_min.ledger import held
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   50331648 kB\n"}  # 48 GiB
-SECOND = {
+CGROUP_V2 = {
     "proc/self/cgroup": "0::/job/task\n",
     "sys/fs/cgroup/job/memory.max": f"{64 * GIB}\n",
     "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
@@ -43,7 +43,7 @@ SECOND = {
     "sys/fs/cgroup/job/task/memory.max": "max\n",
     "sys/fs/cgroup/job/task/memory.current": "1\n",
 }
-FIRST = {  # in a container: its own group is the outermost that it sees
+CGROUP_V1 = {  # in a container: its own group is the outermost that it sees
     "proc/self/cgroup": "7:cpu:/docker/a\n4:hugetlb,memory:/docker/a\n0::/\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{32 * GIB}\n",
     "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{12 * GIB}\n",
@@ -58,52 +58,52 @@ TREES: list[tuple[dict[str, str], list[int]]] = [
     ({}, []),
     (MEMINFO, [48]),
     (MEMINFO | NONE, [48]),
-    (MEMINFO | SECOND, [48, 33]),
-    (FIRST, [22]),
-    (MEMINFO | SECOND | ULIMIT, [48, 33, 8]),
+    (MEMINFO | CGROUP_V2, [48, 33]),
+    (CGROUP_V1, [22]),
+    (MEMINFO | CGROUP_V2 | ULIMIT, [48, 33, 8]),
 ]
 
 
 @pytest.mark.parametrize(("files", "free"), TREES, ids=range(len(TREES)))
 def test_limits_are_what_the_system_says(files: dict[str, str], free: list[int], tmp_path: Path) -> None:
-    found = list(limits_here("me", tree(tmp_path, files)))
+    found = list(memory_limits("me", tree(tmp_path, files)))
     assert [limit.free // GIB for limit in found] == free
-    assert len({limit.whose for limit in found}) == len(found)
+    assert len({limit.shared_by for limit in found}) == len(found)
 
 
 def test_a_machine_has_some_memory_free() -> None:
-    assert any(limit.free > 0 for limit in limits_here("me"))
+    assert any(limit.free > 0 for limit in memory_limits("me"))
 
 
 def under(*limits: tuple[str, str, int]) -> tuple[Limit, ...]:
-    return tuple(Limit(name, whose, free * GIB, f"lift {name}") for name, whose, free in limits)
+    return tuple(Limit(name, shared_by, free * GIB, f"lift {name}") for name, shared_by, free in limits)
 
 
 def test_ranks_share_what_their_host_has_and_not_another_ones() -> None:
     one, two = under(("A", "one", 10)), under(("A", "two", 10))
     needs = {rank: Need(5 * GIB, one if rank < 2 else two) for rank in range(4)}
-    assert refusal(needs) is None
+    assert shortage_message(needs) is None
     needs[1] = Need(5 * GIB + 1, one)
-    assert refusal(needs) == (
-        "what waits on the host (offload_optimizer, offload_param) needs 10.0 GiB there (2 ranks, up to 5.0 "
-        "GiB each), and 10.0 GiB are free (A): use more hosts, a smaller ratio of offload_optimizer, or "
-        "lift A"
+    told = shortage_message(needs)
+    assert (
+        told is not None and "needs 10.0 GiB (2 ranks, up to 5.0 GiB each), but 10.0 GiB are free (A)" in told
     )
+    assert "offload_optimizer" in told and told.endswith("or lift A.")
 
 
 def test_a_limit_of_its_own_stops_one_rank() -> None:
     shared = ("A", "host", 100)
     needs = {0: Need(GIB, under(shared, ("B", "0", 2))), 1: Need(3 * GIB, under(shared, ("B", "1", 2)))}
-    told = refusal(needs)
-    assert told is not None and "needs 3.0 GiB there, and 2.0 GiB are free (B)" in told
-    assert refusal({0: Need(3 * GIB, ())}) is None
+    told = shortage_message(needs)
+    assert told is not None and "needs 3.0 GiB, but 2.0 GiB are free (B)" in told
+    assert shortage_message({0: Need(3 * GIB, ())}) is None
 
 
 def test_the_numbers_of_a_control_group_are_told(tmp_path: Path) -> None:
-    limits = tuple(limits_here("me", tree(tmp_path, SECOND)))
-    told = refusal(dict.fromkeys(range(8), Need(5 * GIB, limits)))
+    limits = tuple(memory_limits("me", tree(tmp_path, CGROUP_V2)))
+    told = shortage_message(dict.fromkeys(range(8), Need(5 * GIB, limits)))
     assert told is not None
-    assert "needs 40.0 GiB there (8 ranks, up to 5.0 GiB each), and 33.0 GiB are free" in told
+    assert "needs 40.0 GiB (8 ranks, up to 5.0 GiB each), but 33.0 GiB are free" in told
     assert "(control group /job: limit 64.0 GiB, in use 31.0 GiB)" in told
 
 
@@ -111,7 +111,7 @@ def start_on_a_small_host(comm: Any, small: int) -> str:
     """What every rank hears, of which one sees less memory than the others."""
     free = 3000 if comm.rank == small else 2**40
     limits = (Limit("A", "host", free, "lift A"),)
-    with mock.patch.object(assemble, "limits_here", lambda host: limits):
+    with mock.patch.object(assemble, "memory_limits", lambda host: limits):
         try:
             zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))
         except MemoryError as error:
@@ -121,7 +121,7 @@ def start_on_a_small_host(comm: Any, small: int) -> str:
 
 def test_ranks_refuse_together_and_go_on_afterwards() -> None:
     told = POOL.run(start_on_a_small_host, 2, 1)
-    assert len(set(told)) == 1 and "and 0.0 MiB are free (A)" in told[0]
+    assert len(set(told)) == 1 and "but 0.0 MiB are free (A)" in told[0]
     assert POOL.run(start_on_a_small_host, 2, 5) == ["", ""]
 
 
@@ -150,27 +150,31 @@ def seen(comm: Any, place: str, keys: dict[str, Any]) -> tuple[Any, int, int, in
         foreseen.append(known(base, dealer, drafts, torch.device("cuda")))
         return foreseen[-1]
 
-    def taken(file: ScratchFile, size: int) -> int:
+    def taken(file: SpillFile, size: int) -> int:
         nonlocal now, most
         now += max(whole_pages(size), PAGE)
         most = max(most, now)
         return take(file, size)
 
-    def returned(file: ScratchFile, begin: int, size: int) -> None:
+    def returned(file: SpillFile, begin: int, size: int) -> None:
         nonlocal now
         now -= whole_pages(size)
         give_back(file, begin, size)
 
-    known, take, give_back = assemble.host_memory, ScratchFile.take, ScratchFile.give_back
+    known, take, give_back = assemble.host_memory, SpillFile.take, SpillFile.give_back
     with (
         slow_copies(1e9),
         host_apart(),
         mock.patch.object(assemble, "host_memory", note),
-        mock.patch.object(ScratchFile, "take", taken),
-        mock.patch.object(ScratchFile, "give_back", returned),
+        mock.patch.object(SpillFile, "take", taken),
+        mock.patch.object(SpillFile, "give_back", returned),
     ):
         engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=given)
-        in_file = optimizer.parts.shelf.file.size if isinstance(optimizer.parts.shelf, BlockShelf) else 0
+        in_file = (
+            optimizer.parts.param_store.file.size
+            if isinstance(optimizer.parts.param_store, NvmeParamStore)
+            else 0
+        )
         dtype = next(p.dtype for flat in optimizer.parts.flats for p in [flat.shard])
         for step in range(4):
             engine.backward(engine(data(step, 0, comm.rank, dtype)))

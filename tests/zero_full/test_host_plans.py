@@ -83,10 +83,10 @@ PINNED: dict[str, dict[str, Any]] = {
 
 def locked(comm: Any, given: dict[str, Any]) -> tuple[int, int, int]:
     """Page-locked bytes in a run, after destroy, and what is left of that when nobody has the slices."""
-    cuda, shelf, locks = Cuda(), HostTier.shelf, HostTier.locks
+    cuda, param_store, locks = Cuda(), HostTier.param_store, HostTier.locks
     beside: list[int] = []  # elements for which there is no room in the arena
 
-    def room(tier: HostTier, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(tier: HostTier, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         beside.append(numel)
         return torch.empty(numel, dtype=dtype)
 
@@ -95,8 +95,8 @@ def locked(comm: Any, given: dict[str, Any]) -> tuple[int, int, int]:
         mock.patch.object(torch.cuda, "cudart", lambda: cuda),
         mock.patch.object(torch.cuda, "synchronize", lambda: None),
         mock.patch.object(assemble, "host_memory", lambda *known: host_memory(*known[:3], CUDA)),
-        mock.patch.object(HostTier, "shelf", lambda self, device: shelf(self, CUDA)),
-        mock.patch.object(HostTier, "room", room),
+        mock.patch.object(HostTier, "param_store", lambda self, device: param_store(self, CUDA)),
+        mock.patch.object(HostTier, "allocate", allocate),
         mock.patch.object(HostTier, "locks", lambda self, device: locks(self, CUDA)),
     ):
         engine, *_ = zero_full.initialize(model=Odd(), config=given)

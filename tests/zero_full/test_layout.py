@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_full.layout import FlatLayout, Fragment, backward_order, deal, deal_work, in_order, round_robin
+from zero_full.layout import FlatLayout, Fragment, assign_work, backward_order, deal, in_order, round_robin
 
 SIZES = st.lists(st.integers(0, 60), max_size=8)
 LAYOUTS = st.builds(
@@ -74,7 +74,7 @@ def test_work_is_dealt_evenly_and_each_round_is_so_too(
 ) -> None:
     works = [work for work, _ in drawn]
     shares = [[(rank, n) for rank, n in enumerate(numels[:world]) if n] for _, numels in drawn]
-    dealt = deal_work(works, shares, world, rounds)
+    dealt = assign_work(works, shares, world, rounds)
     loads = [sum(w for w, (owner, _) in zip(works, dealt, strict=True) if owner == r) for r in range(world)]
     largest = max(works, default=0)
     assert sum(loads) == sum(works) and max(loads) * world <= sum(works) + largest * (world - 1)
@@ -89,13 +89,13 @@ def test_work_is_dealt_evenly_and_each_round_is_so_too(
 
 def test_a_tensor_stays_where_it_lies_if_that_costs_no_balance() -> None:
     on = [[(0, 9)], [(1, 5), (2, 4)], [(2, 9)]]
-    assert [owner for owner, _ in deal_work([7, 7, 7], on, 3)] == [0, 1, 2]
-    assert [owner for owner, _ in deal_work([7, 7, 7], [[(2, 9)], [(1, 9)], [(0, 9)]], 3)] == [2, 1, 0]
-    assert sorted(owner for owner, _ in deal_work([7, 7, 7], [[(1, 9)]] * 3, 3)) == [0, 1, 2]
+    assert [owner for owner, _ in assign_work([7, 7, 7], on, 3)] == [0, 1, 2]
+    assert [owner for owner, _ in assign_work([7, 7, 7], [[(2, 9)], [(1, 9)], [(0, 9)]], 3)] == [2, 1, 0]
+    assert sorted(owner for owner, _ in assign_work([7, 7, 7], [[(1, 9)]] * 3, 3)) == [0, 1, 2]
     # One rank has the large one to do, and the small ones are the others' whoever has them.
-    assert [owner for owner, _ in deal_work([1, 1, 9], [[(0, 4)]] * 3, 3)][2] == 0
-    assert 0 not in [owner for owner, _ in deal_work([1, 1, 9], [[(0, 4)]] * 3, 3)][:2]
-    assert deal_work([], [], 3) == []
+    assert [owner for owner, _ in assign_work([1, 1, 9], [[(0, 4)]] * 3, 3)][2] == 0
+    assert 0 not in [owner for owner, _ in assign_work([1, 1, 9], [[(0, 4)]] * 3, 3)][:2]
+    assert assign_work([], [], 3) == []
 
 
 @given(LAYOUTS)
@@ -159,7 +159,7 @@ def test_a_parameter_is_cut_where_the_slice_ends() -> None:
 
 @pytest.mark.parametrize("wrong", [{"world": 0}, {"alignment": 0}, {"copies": 0}, {"numels": (3, -1)}])
 def test_a_layout_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="no layout: FlatLayout"):
+    with pytest.raises(ValueError, match="at least 1: FlatLayout"):
         FlatLayout(**{"numels": (3,), "world": 1, **wrong})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import zero_full
 from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference, run
-from zero_full.comm.lane import Late
+from zero_full.comm.lane import LazyLane
 from zero_full.shard.step import optimizer as shard_optimizer
 
 
@@ -48,7 +48,7 @@ def read_right_after_steps(comm: Any, stage: int) -> list[dict[str, Tensor]]:
     In views from before the steps, which no hook sees; in a copy of the module; in its plain state dict.
     """
     keys = config(stage, zero_optimization={"overlap_comm": True})
-    with mock.patch.object(shard_optimizer, "lane_for", lambda device, overlap: Late()):
+    with mock.patch.object(shard_optimizer, "lane_for", lambda device, overlap: LazyLane()):
         engine, *_ = zero_full.initialize(model=Net(), config=keys)
     views = {name: p.detach() for name, p in engine.module.named_parameters()}
     for step in range(4):

@@ -21,10 +21,10 @@ from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full import assemble
-from zero_full.comm.lane import Inline
+from zero_full.comm.lane import InlineLane
 from zero_full.formatting import human
 from zero_full.offload import BlockTier
-from zero_full.offload.nvme_state import OpenBlocks
+from zero_full.offload.nvme_state import OpenNvmeTier
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
@@ -91,7 +91,7 @@ def options(engine: Any, rank: int) -> Tensor:
 def for_a_moment(engine: Any, rank: int) -> Tensor:
     """Options are others while a step may be under way, and then what they were."""
     group, early, gate = engine.optimizer.param_groups[0], engine.optimizer.steppers.early, Event()
-    lane = early.lane if early is not None else Inline()  # on which nothing is put
+    lane = early.lane if early is not None else InlineLane()  # on which nothing is put
     submit = lane.submit
 
     def wait_and(job: Callable[[], None]) -> None:
@@ -159,10 +159,10 @@ def after_loading(path: str, where: str, error: type[BaseException]) -> list[Ten
     with mock.patch("zero_full.start.from_config.BlockTier", partial(BlockTier, part_numel=60)):
         engine = engine_of(1, "disk", path)
     go(engine, 0, 1)
-    saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenBlocks, where, None), []
+    saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenNvmeTier, where, None), []
     go(engine, 2)
 
-    def ending(tier: OpenBlocks, *given: Any) -> Any:
+    def ending(tier: OpenNvmeTier, *given: Any) -> Any:
         calls.append(where)
         if len(calls) == 2:
             raise error("enough")
@@ -170,7 +170,7 @@ def after_loading(path: str, where: str, error: type[BaseException]) -> list[Ten
         return moved(tier, *given)
 
     if moved is not None:
-        with mock.patch.object(OpenBlocks, where, ending), suppress(error):
+        with mock.patch.object(OpenNvmeTier, where, ending), suppress(error):
             go(engine, 3)
         assert len(calls) >= 2
         engine.optimizer.zero_grad()
@@ -184,7 +184,7 @@ def after_loading(path: str, where: str, error: type[BaseException]) -> list[Ten
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_who_ends_a_step_in_the_middle_and_loads_goes_on(error: type[BaseException], tmp_path: Path) -> None:
     wanted = after_loading(str(tmp_path), "nowhere", error)
-    for where in ("_begin", "_arrive", "_leave", "_put_away"):
+    for where in ("_start_read", "_wait_for_read", "_write_back", "_move_to_file"):
         found = after_loading(str(tmp_path), where, error)
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), where
 
@@ -276,6 +276,6 @@ def test_what_waits_on_one_disk_needs_room_together(tmp_path: Path) -> None:
     for place in (here, there):
         assert not both_in_files(here, place, state + parameters)
         told = both_in_files(here, place, state + parameters - 1)
-        assert "waits on that disk (offload_optimizer, offload_param)" in told
+        assert "to that disk (offload_optimizer, offload_param)" in told
         assert f"needs {human(state + parameters)}" in told
     assert not list(tmp_path.rglob(".zero*"))

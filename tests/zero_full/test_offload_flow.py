@@ -25,7 +25,7 @@ from tests.zero_full.runs import Net, data
 from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
 from zero_full.errors import CopyError, DisagreementError
 from zero_full.offload import Flow, HostTier
-from zero_full.offload.host_device_copies import UNDER_WAY, HostSlice
+from zero_full.offload.host_device_copies import UNDER_WAY, HostGradientSlice
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.shard.group.checksum import fingerprint
 
@@ -92,14 +92,14 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
         time.sleep(NAP_S)
         stepped.append((began, time.monotonic()))
 
-    def square(slice_: HostSlice) -> None:
+    def square(slice_: HostGradientSlice) -> None:
         SQUARE(slice_)
         summed.append(time.monotonic())
 
     with ExitStack() as stack:
         copies = stack.enter_context(slow_copies(8 * bucket / NAP_S))
         stack.enter_context(mock.patch.object(FusedAdam, "step", step))
-        stack.enter_context(mock.patch.object(HostSlice, "_square", square))
+        stack.enter_context(mock.patch.object(HostGradientSlice, "_square", square))
         keys = waiting(stage, "cpu", zero, gradient_clipping=1.0)
         engine = zero_full.initialize(model=SlowNet(), config=keys)[0]
         for _ in range(2):
@@ -113,7 +113,7 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
     return over, copies.done, summed, stepped
 
 
-STEP, SQUARE = FusedAdam.step, HostSlice._square
+STEP, SQUARE = FusedAdam.step, HostGradientSlice._square
 
 
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
@@ -287,13 +287,13 @@ def wait_for(event: threading.Event) -> None:
 def flow_with(copies: Copies) -> Flow:
     """One that makes such copies."""
     device = torch.device("cpu")
-    made = HostTier().room, device, (SlowCopier(copies, "down"), SlowCopier(copies, "up")), True
+    made = HostTier().allocate, device, (SlowCopier(copies, "down"), SlowCopier(copies, "up")), True
     return Flow(*made)
 
 
 def test_staging_memory_is_not_written_while_it_is_still_added_from() -> None:
     flow, blocked = flow_with(Copies()), threading.Event()
-    slice_ = HostSlice(flow, "x", 4, torch.float32)
+    slice_ = HostGradientSlice(flow, "x", 4, torch.float32)
     slice_.memory.zero_()
     flow.on_host.submit(partial(wait_for, blocked), [], [])
     for number in range(1, 5):
@@ -307,7 +307,7 @@ def test_staging_memory_is_not_written_while_it_is_still_added_from() -> None:
 
 def test_what_is_forgotten_does_not_arrive_later() -> None:
     flow = flow_with(Copies(1e-3))
-    slice_ = HostSlice(flow, "x", 4, torch.float32)
+    slice_ = HostGradientSlice(flow, "x", 4, torch.float32)
     slice_.receive(torch.ones(4), adds=False, last=True)
     slice_.forget()
     assert slice_.zero().tolist() == [0.0] * 4
@@ -317,7 +317,7 @@ def test_what_is_forgotten_does_not_arrive_later() -> None:
 
 def test_few_slices_of_the_device_wait_for_their_copies() -> None:
     flow = flow_with(Copies(1e-3))
-    slices = [HostSlice(flow, str(number), 4, torch.float32) for number in range(4)]
+    slices = [HostGradientSlice(flow, str(number), 4, torch.float32) for number in range(4)]
     for slice_ in slices:
         flow.wait_for_turn()
         slice_.receive(torch.ones(4), adds=False, last=True)

@@ -19,7 +19,7 @@ from zero_full.config import resolve
 from zero_full.errors import ConfigError
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, HostTier
-from zero_full.offload.param_store import HostShelf
+from zero_full.offload.param_store import HostParamStore
 from zero_full.plan import plan
 from zero_full.settings import Settings
 from zero_full.start.from_config import settings_of
@@ -70,12 +70,12 @@ def keys_of(parameters: dict[str, Any] | None, state: str, **keys: Any) -> dict[
 @contextmanager
 def host_apart() -> Iterator[None]:
     """The CPU as if it were a device with memory of its own."""
-    shelf = HostTier.shelf
-    HostTier.shelf = lambda self, device: HostShelf()
+    param_store = HostTier.param_store
+    HostTier.param_store = lambda self, device: HostParamStore()
     try:
         yield
     finally:
-        HostTier.shelf = shelf
+        HostTier.param_store = param_store
 
 
 def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
     engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.parts.flats[0].dtype)))
     engine.step()
     held = {kind: sum(t.nbytes for t in some) for kind, some in engine.optimizer.holdings().items()}
-    held["file"] = engine.optimizer.parts.shelf.file.size
+    held["file"] = engine.optimizer.parts.param_store.file.size
     engine.destroy()
     return held
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.zero_full.planned import BF16, Odd
 from tests.zero_full.runs import config
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.fake_ranks import PretendedGroup
-from zero_full.comm.lane import Late, lane_for
-from zero_full.comm.ledger import Traffic
+from zero_full.comm.fake_ranks import FakeGroup
+from zero_full.comm.lane import LazyLane, lane_for
 from zero_full.comm.topology import Topology, ranks_of
+from zero_full.comm.traffic import Traffic
 from zero_full.plan import human, plan, plan_stages, side_by_side
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
@@ -85,7 +85,7 @@ def test_models_that_no_copy_can_be_made_of_are_planned() -> None:
 
 
 def test_a_pretended_group_counts_what_it_does_not_send() -> None:
-    traffic, group = Traffic(), PretendedGroup(range(8, 16), me=11)
+    traffic, group = Traffic(), FakeGroup(range(8, 16), global_rank=11)
     by = Communicator(group, META, traffic)
     assert (by.rank, by.size, by.ranks) == (3, 8, list(range(8, 16)))
     whole = torch.empty(80, device=META)
@@ -108,7 +108,7 @@ def test_a_pretended_group_counts_what_it_does_not_send() -> None:
 
 def test_late_jobs_are_done_in_order_when_somebody_waits() -> None:
     lane, done = lane_for(META, overlap=True), []
-    assert isinstance(lane, Late)
+    assert isinstance(lane, LazyLane)
     first, second, third = (lane.submit(lambda n=n: done.append(n), [], [lane.producer()]) for n in range(3))
     assert done == []
     second.wait()

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import zero_full
 from tests.zero_full.runs import Net, config, data
-from zero_full.comm.lane import Done, Stream, lane_for
+from zero_full.comm.lane import Done, StreamLane, lane_for
 
 LOG: list[tuple[Any, ...]] = []
 
 
 class FakeStream:
-    """What `Stream` asks of torch.Stream."""
+    """What `StreamLane` asks of torch.Stream."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,10 +46,10 @@ class FakeStream:
 
 
 @pytest.fixture
-def stream() -> Stream:
+def stream() -> StreamLane:
     LOG.clear()
     main = FakeStream("main")
-    return Stream(FakeStream("side"), lambda: main)
+    return StreamLane(FakeStream("side"), lambda: main)
 
 
 def job() -> None:
@@ -58,7 +58,7 @@ def job() -> None:
 
 @pytest.mark.parametrize("names", [[], ["first"], ["first", "second", "third"]])
 def test_8061_the_job_waits_for_every_producer_and_for_the_current_stream(
-    stream: Stream, names: list[str]
+    stream: StreamLane, names: list[str]
 ) -> None:
     # Only the stream that completed the bucket was waited for: others were still writing.
     stream.submit(job, [], [FakeStream(name) for name in names])
@@ -72,7 +72,7 @@ def test_8061_the_job_waits_for_every_producer_and_for_the_current_stream(
     ]
 
 
-def test_tensors_are_kept_until_somebody_waits(stream: Stream) -> None:
+def test_tensors_are_kept_until_somebody_waits(stream: StreamLane) -> None:
     tensors = [torch.ones(1), torch.ones(1)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     pending = stream.submit(job, tensors, [])
@@ -82,7 +82,9 @@ def test_tensors_are_kept_until_somebody_waits(stream: Stream) -> None:
     assert all(each() is None for each in alive)
 
 
-def test_waiting_holds_back_the_stream_that_waits_and_the_producers_and_not_the_host(stream: Stream) -> None:
+def test_waiting_holds_back_the_stream_that_waits_and_the_producers_and_not_the_host(
+    stream: StreamLane,
+) -> None:
     pending = stream.submit(job, [], [FakeStream("first")])
     LOG.clear()
     pending.wait()
@@ -100,7 +102,7 @@ def test_an_accelerator_gets_a_stream_of_its_own_that_goes_first(monkeypatch: py
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream(str(device)))
     device = torch.device("cuda", 1)
     lane = lane_for(device, overlap=True)
-    assert isinstance(lane, Stream) and made == [(device, -1)] and lane.producer().name == "cuda:1"
+    assert isinstance(lane, StreamLane) and made == [(device, -1)] and lane.producer().name == "cuda:1"
 
 
 class Recorder:

@@ -229,8 +229,8 @@ def test_mesh_names_become_roles(names: tuple[str, ...], groups: dict[str, str])
         (Mesh(("pipeline",)), r"mesh dimension 'pipeline' is unknown or there twice; known: data, dp, "),
         (Mesh(("data", "dp")), r"mesh dimension 'dp' is unknown or there twice"),
         (Mesh(None, ndim=2), r"a mesh with 2 dimensions needs mesh_dim_names, such as data, dp"),
-        (Mesh(("replicate",)), r"'replicate' dimension needs a 'shard' dimension, too"),
-        (Mesh(("tp",)), r"a `model` group needs a `data` group, too.*dimension 'data'"),
+        (Mesh(("replicate",)), r"'replicate' dimension also needs a 'shard' dimension"),
+        (Mesh(("tp",)), r"a `model` group also needs a `data` group.*dimension 'data'"),
     ],
     ids=["unknown", "twice", "no names", "replicate alone", "model alone"],
 )
@@ -251,9 +251,9 @@ GROUP: Any = object()
         ({"expert_data": GROUP}, "needs both `expert` and `expert_data` groups, or neither"),
         (
             dict.fromkeys(["shard", "replicate", "expert", "expert_data"], GROUP),
-            "experts and replicated sharding together are not supported: drop `shard` and `replicate`",
+            "experts and replicated sharding together are not supported",
         ),
-        ({"model": GROUP}, "a `model` group needs a `data` group, too"),
+        ({"model": GROUP}, "a `model` group also needs a `data` group"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
 )

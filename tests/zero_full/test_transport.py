@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from zero_full._compat import all_gather_single, reduce_scatter_single
-from zero_full.comm import shared, transport
+from zero_full.comm import shared_memory as shared
+from zero_full.comm import transport
 from zero_full.comm.communicator import Communicator, choose_transport
-from zero_full.comm.ledger import Traffic
-from zero_full.comm.shared import share_memory
+from zero_full.comm.shared_memory import share_memory
+from zero_full.comm.traffic import Traffic
 from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
 from zero_full.errors import DesyncError
 
@@ -299,7 +300,7 @@ def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> N
 
 def by_messages(comm: Any, refuses: int) -> tuple[bool, list[float]]:
     whole = torch.full((4,), comm.rank + 1.0)
-    with mock.patch.object(shared, "works_here", lambda: comm.rank != refuses):
+    with mock.patch.object(shared, "can_spin", lambda: comm.rank != refuses):
         by = share_memory(everyone())
     assert by is not None
     by.all_reduce(whole, 1)
@@ -322,7 +323,7 @@ def one_never_comes(comm: Any, seconds_there: float) -> str:
     return "not there"
 
 
-@pytest.mark.skipif(not shared.works_here(), reason="ranks meet by messages here")
+@pytest.mark.skipif(not shared.can_spin(), reason="ranks meet by messages here")
 @pytest.mark.parametrize(
     ("seconds_there", "reason"),
     [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has left the group")],
@@ -412,7 +413,7 @@ def different_calls(comm: Any, what: str) -> list[str]:
     return ["nothing"]
 
 
-@pytest.mark.skipif(not shared.works_here(), reason="ranks meet by messages here")
+@pytest.mark.skipif(not shared.can_spin(), reason="ranks meet by messages here")
 @pytest.mark.parametrize("what", ["kind", "size", "name"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_of_one_host_that_make_different_calls_all_raise_and_read_nothing(

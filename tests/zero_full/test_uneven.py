@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.worlds import POOL, RankError
 from tests.zero_full.test_transport import CPU, HALF, everyone
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.host_staging import HostStaging
-from zero_full.comm.ledger import Traffic
-from zero_full.comm.shared import share_memory
+from zero_full.comm.shared_memory import share_memory
 from zero_full.comm.topology import new_group, ranks_of
+from zero_full.comm.traffic import Traffic
 from zero_full.comm.transport import Exchange, Native, Splits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -89,7 +89,7 @@ def test_what_is_sent_is_counted() -> None:
     sent = [{"all_to_all": 4 * 8}, {"all_to_all": 4 * 2}, {}]
     assert POOL.run(counted, 3) == list(zip(sent, [[], [1.0] * 3, [1.0] * 7], strict=True))
     traffic = Traffic()
-    by = Communicator(PretendedGroup(range(3), 1), torch.device("meta"), traffic)
+    by = Communicator(FakeGroup(range(3), 1), torch.device("meta"), traffic)
     sent_nothing = torch.empty(6, dtype=torch.bfloat16, device="meta")
     by.all_to_all_uneven(sent_nothing, sent_nothing[:0], Splits([2, 0, 4], [0, 0, 0], 4), "a")
     assert dict(traffic.sent) == {"all_to_all": 12}

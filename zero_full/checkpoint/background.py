@@ -27,7 +27,7 @@ from zero_full._compat import run_exit_functions
 from zero_full.checkpoint.failure import reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
-from zero_full.comm.store_messages import Notes
+from zero_full.comm.store_messages import StoreMessages
 from zero_full.errors import CheckpointError
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -94,7 +94,7 @@ class Writing:
 
     def __init__(self, save: CheckpointSave, patience_s: float) -> None:
         self.save, self.patience_s = save, patience_s
-        self.notes = Notes(f"save/{save.nonce}", save.ranks, self._look)
+        self.messages = StoreMessages(f"save/{save.nonce}", save.ranks, self._look)
         self.failure: CheckpointError | None = None
         self.error_before = getattr(sys, "last_value", None)  # an earlier error of an interactive session
         self.made_in = os.getpid()
@@ -117,7 +117,7 @@ class Writing:
             atexit.register(self._exit_as_failed)
         mine = [_note_of(self.save.payload.rank)]
         keys = [*mine, OUTCOME] if self.save.is_first else mine
-        self.notes.part(keys, min(FAREWELL_S, self.patience_s))
+        self.messages.finish(keys, min(FAREWELL_S, self.patience_s))
 
     def told(self) -> CheckpointError | None:
         """Return the failure or None. The caller raises it, so the exit code is not changed any more."""
@@ -145,22 +145,22 @@ class Writing:
             rows.update(self.save.write(self._look))
         except Exception as error:
             failed = said(error)
-        self.notes.leave(_note_of(self.save.payload.rank), json.dumps([failed, rows]))
+        self.messages.write(_note_of(self.save.payload.rank), json.dumps([failed, rows]))
         if not self.save.is_first:
-            return self.notes.read([OUTCOME], 2 * self.patience_s)[0]
+            return self.messages.read([OUTCOME], 2 * self.patience_s)[0]
         outcome = ""
         try:
             self._publish()
         except Exception as error:
             outcome = said(error)
             self.save.discard()
-        self.notes.leave(OUTCOME, outcome)
+        self.messages.write(OUTCOME, outcome)
         return outcome
 
     def _publish(self) -> None:
         """Wait for all ranks' files and publish the checkpoint. Raises if any rank has failed."""
         ranks = self.save.ranks
-        told = self.notes.read([_note_of(rank) for rank in ranks], self.patience_s)
+        told = self.messages.read([_note_of(rank) for rank in ranks], self.patience_s)
         everyones = dict(zip(ranks, map(json.loads, told), strict=True))
         if failed := {rank: text for rank, (text, _) in everyones.items() if text is not None}:
             raise CheckpointError(reasons(failed, len(ranks)))

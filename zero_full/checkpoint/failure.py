@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zero_full.comm.error_dedup import told_once
+from zero_full.comm.error_dedup import print_once
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -40,7 +40,7 @@ class Attempt:
         failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
         if failed:
             first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
-            raise told_once(CheckpointError(reasons(failed, len(reports))), first) from self.error
+            raise print_once(CheckpointError(reasons(failed, len(reports))), first) from self.error
         return {rank: each for rank, (_, each) in sorted(reports.items())}
 
     def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:

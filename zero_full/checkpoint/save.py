@@ -25,7 +25,7 @@ from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.folder import check_tag, refuse_strange
 from zero_full.checkpoint.one_save import CheckpointSave, SaveOptions
 from zero_full.checkpoint.rank_file import payload_of
-from zero_full.comm.store_messages import patience_of
+from zero_full.comm.store_messages import longest_timeout
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import ranks_listed
@@ -70,7 +70,7 @@ def save_checkpoint(
     told, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
     save = prepare(attempt, module, optimizer, place, told, options)
     if options.asynchronous:
-        background.begin(save, patience_of(optimizer.groups.everyone))
+        background.begin(save, longest_timeout(optimizer.groups.everyone))
     else:
         finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag

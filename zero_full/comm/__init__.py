@@ -2,8 +2,8 @@
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Lane, Pending, lane_for
-from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
+from zero_full.comm.traffic import Traffic
 from zero_full.errors import CommunicationError, DesyncError, DisagreementError
 
 __all__ = [

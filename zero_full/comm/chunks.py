@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from zero_full.layout.flat import rounded_up
+
 ALIGNED = 16  # bytes: the widest load or store of a GPU
 
 
@@ -61,7 +63,7 @@ class Chunks:
     @property
     def message(self) -> int:
         """Bytes of a message, rounded up to a multiple of 16."""
-        return -(-(4 * self.numbers + self.chunk // 8) // ALIGNED) * ALIGNED
+        return rounded_up(4 * self.numbers + self.chunk // 8, ALIGNED)
 
     @property
     def sent(self) -> int:

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from zero_full._compat import backend_of, default_store
 from zero_full.comm.desync import CallCheck
-from zero_full.comm.exit_reason import leave_reason, reasons_of
-from zero_full.comm.fake_ranks import Pretence, PretendedGroup
-from zero_full.comm.forked import keep_for_good, only_here
+from zero_full.comm.exit_reason import exit_reasons, write_exit_reason
+from zero_full.comm.fake_ranks import FakeGroup, FakeTransport
+from zero_full.comm.fork_safety import in_this_process_only, leak
 from zero_full.comm.host_staging import HALF as STAGED_HALF
 from zero_full.comm.host_staging import HostStaging
-from zero_full.comm.ledger import CollectiveCall, Traffic
-from zero_full.comm.shared import HALF, share_memory
+from zero_full.comm.shared_memory import HALF, share_memory
 from zero_full.comm.topology import ranks_of
-from zero_full.comm.transport import Exchange, Native, Splits, Transport, in_words, own_slice
+from zero_full.comm.traffic import CollectiveCall, Traffic
+from zero_full.comm.transport import Exchange, Native, Splits, Transport, describe_call, own_slice
 from zero_full.errors import CommunicationError, DesyncError
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
     """The fastest transport that works for this group; see `transport.py` and `host_staging.py`."""
-    if isinstance(group, PretendedGroup):
-        return Pretence(group)
+    if isinstance(group, FakeGroup):
+        return FakeTransport(group)
     if backend_of(group, device) != "gloo":
         return Native(group)
     on_host = device.type == "cpu"
@@ -50,14 +50,14 @@ NO_GROUP: Any = object()  # the group of a closed communicator
 _alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
+def _close_all_in_child() -> None:
     """In a forked child: close the parent's communicators without freeing what the parent still uses."""
     for communicator in _alive:
-        communicator.leave_to_parent()
+        communicator.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class Communicator:
@@ -77,7 +77,7 @@ class Communicator:
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
-        self.closed = self.is_parents = False
+        self.closed = self.is_forked = False
         self.calls = 0  # collectives completed
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
@@ -92,11 +92,11 @@ class Communicator:
         if check_timeout_s is not None:
             self.call_check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
         self._call("opening", f"ranks {self.ranks}", torch.empty(0), 0, choose)
-        if isinstance(group, PretendedGroup):
+        if isinstance(group, FakeGroup):
             return
         _alive.add(self)
         self.store = default_store()  # kept, since the process group may be destroyed before this object
-        weakref.finalize(self, only_here(leave_reason), self.store, self.ranks[self.rank])
+        weakref.finalize(self, in_this_process_only(write_exit_reason), self.store, self.ranks[self.rank])
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat buffer."""
@@ -175,11 +175,11 @@ class Communicator:
         if self.transport is not None:
             self._drop_group()
 
-    def leave_to_parent(self) -> None:
+    def close_in_child(self) -> None:
         """Close in a forked child: the parent still uses the group, so its destructor must not run here."""
         for thing in (self.group, self.transport):
-            keep_for_good(thing)
-        self.is_parents = True
+            leak(thing)
+        self.is_forked = True
         self._drop_group()
 
     def _drop_group(self) -> None:
@@ -187,17 +187,17 @@ class Communicator:
         no_transport: Any = _ClosedTransport()
         self.closed, self.group, self.transport = True, NO_GROUP, no_transport
 
-    def refuse_closed(self, call: str) -> None:
+    def check_open(self, call: str) -> None:
         """Raise CommunicationError after `close`, and in a forked child."""
-        if self.is_parents:
+        if self.is_forked:
             raise CommunicationError(
-                f"{call} in a forked process: the group is its parent's. Use the engine where it was made, "
-                "or start processes by spawn and initialize there"
+                f"{call} in a forked process, whose process group belongs to the parent. Use the engine in "
+                "the parent, or start processes by spawn and initialize there."
             )
         if self.closed:
             raise CommunicationError(
-                f"{call} after destroy: this engine has left its groups. Do it before, or initialize the "
-                "model again"
+                f"{call} after destroy, which closed the process groups of this engine. Call it before "
+                "destroy, or initialize the model again."
             )
 
     def _call(
@@ -205,7 +205,7 @@ class Communicator:
     ) -> None:
         """Make `collective(*given)`, count its bytes, and name it in the error if it fails."""
         if self.closed:
-            self.refuse_closed(f"{kind} of {what}")
+            self.check_open(f"{kind} of {what}")
         call = kind, what, tensor.numel(), tensor.dtype
         if self.transport is not None:  # else it is being opened
             self.transport.call = call
@@ -214,7 +214,7 @@ class Communicator:
                 collective(*given)
             else:
                 watched = CollectiveCall(self, self.calls, kind, what, sent)
-                self._watch(watched, in_words(call), partial(collective, *given))
+                self._watch(watched, describe_call(call), partial(collective, *given))
         except DesyncError:  # names the calls of all ranks already
             raise
         except RuntimeError as error:
@@ -241,7 +241,7 @@ class Communicator:
         """The error of a failed collective: its name, and why other ranks have ended."""
         reason = str(error).partition("\n")[0] or type(error).__name__
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        found = reasons_of(self.store, others) if self.store is not None else {}
+        found = exit_reasons(self.store, others) if self.store is not None else {}
         because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
             "Usually another rank has failed first (look for the earliest error) or makes other calls "
             '(set "debug": {"check_collectives": true} in the config to see which).'

@@ -85,8 +85,8 @@ class Errors:
         theirs = MadeFor(*state["made_for"].tolist())
         if theirs != self.made_for:
             raise ValueError(
-                f"errors of a compressed average, saved by {theirs}, mean nothing to {self.made_for}. "
-                "Load them where they were saved; or zero them, and lose what had not been delivered"
+                f"compression errors saved by {theirs}, cannot be used by {self.made_for}. Load them on the "
+                "rank that saved them. Or zero them, which loses the values that were not sent yet."
             )
         self.worker.copy_(state["worker"])
         self.server.copy_(state["server"])
@@ -121,15 +121,15 @@ class CompressedReduce:
 
     def _check_layouts(self) -> None:
         """Raise DisagreementError on every rank if layouts differ: bits would be read as other elements'."""
-        told = f"{self.numel} elements, {len(self.ranges)} tensors, {self.made_for.elements} elements travel"
-        mine = (told, zlib.crc32(repr(self.ranges).encode()), self.made_for.places, self.l1)
+        sizes = f"{self.numel} elements, {len(self.ranges)} tensors, {self.made_for.elements} elements sent"
+        mine = (sizes, zlib.crc32(repr(self.ranges).encode()), self.made_for.places, self.l1)
         answers = self.comm.gather_objects(mine, "the layout of a compressed average")
         if any(answer != mine for answer in answers):
             lines = [
                 f"rank {rank}: {text} (checksums: ranges {ranges:08x}, mask {places:08x}; l1 {l1})"
                 for rank, (text, ranges, places, l1) in zip(self.comm.ranks, answers, strict=True)
             ]
-            raise DisagreementError("\n  ".join(["ranks would not average the same:", *lines]))
+            raise DisagreementError("\n  ".join(["the ranks average buffers of different layouts:", *lines]))
 
     def _place_scales(self) -> None:
         """Index tensors for the kernels: where tensors end, and where messages have their scales."""
@@ -184,13 +184,13 @@ class CompressedReduce:
         for name, tensor, kinds in (("x", x, KINDS), ("out", out, KINDS[:1])):
             if tensor.shape != (self.numel,) or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{name} must be {self.numel} elements in a row, not of shape {tuple(tensor.shape)} with "
-                    f"strides {tensor.stride()}"
+                    f"{name} must be a contiguous tensor of {self.numel} elements, not of shape "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
             if tensor.dtype not in kinds:
                 raise ValueError(f"{name} is {tensor.dtype}: it can be {', '.join(map(str, kinds))}")
         if errors.made_for != self.made_for:
-            raise ValueError(f"these errors are of {errors.made_for}, and this is {self.made_for}")
+            raise ValueError(f"these errors belong to {errors.made_for}, not to {self.made_for}")
 
     def _copy(self, x: Tensor, out: Tensor, what: str) -> None:
         """Average of a single rank: an exact copy."""
@@ -298,7 +298,7 @@ def _sent_elements(
     """How many elements of each tensor are sent, and the mask of them; None if these are the first ones."""
     ends = [0, *(stop for _, stop in ranges)]
     if not all(before <= start <= stop <= numel for before, (start, stop) in zip(ends, ranges, strict=False)):
-        raise ValueError(f"tensors must lie in a buffer of {numel} elements in order, not at {list(ranges)}")
+        raise ValueError(f"tensors must be ascending ranges of {numel} elements, not {list(ranges)}")
     if mask is None and all(before == start for before, (start, _) in zip(ends, ranges, strict=False)):
         return [stop - start for start, stop in ranges], None
     live = torch.zeros(numel, dtype=torch.bool)
@@ -307,7 +307,8 @@ def _sent_elements(
     if mask is not None:
         if mask.shape != live.shape or mask.dtype != torch.bool:
             raise ValueError(
-                f"a mask must be {numel} times True or False, not {mask.dtype} of shape {tuple(mask.shape)}"
+                f"mask must be a bool tensor of {numel} elements, not {mask.dtype} of shape "
+                f"{tuple(mask.shape)}"
             )
         live &= mask.cpu()
     sizes = [int(live[start:stop].sum()) for start, stop in ranges]

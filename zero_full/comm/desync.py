@@ -23,11 +23,10 @@ class CallCheck:
     """Compares the calls on one communicator between its ranks."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        self.ranks, self.rank, self.patience_s = list(ranks), rank, timeout_s
+        self.ranks, self.rank, self.timeout_s = list(ranks), rank, timeout_s
         name = "zero_full/calls/" + "-".join(map(str, ranks))
-        made = prefix_store(name, default_store()).add(
-            f"made/{rank}", 1
-        )  # these ranks may have several communicators
+        # These ranks may have several communicators.
+        made = prefix_store(name, default_store()).add(f"made/{rank}", 1)
         self.store = prefix_store(f"{name}/{made}", default_store())
         self.number = 0
         self.calls: deque[str] = deque()  # the last ones, whose keys are still in the store
@@ -35,13 +34,13 @@ class CallCheck:
     def __call__(self, call: str) -> None:
         """Compare this call between all ranks; every rank raises DesyncError if they differ."""
         self.number += 1
-        alike, arrived, verdict = self._keys(self.number, call)
+        alike, arrived, verdict_key = self._keys(self.number, call)
         self.store.set(f"last/{self.rank}", f"{self.number} {call}")
         self.store.add(alike, 1)
         self.store.add(arrived, 1)
-        said = self.store.compare_set(verdict, "", self._opinion(alike, arrived)).decode()
-        if said != GO:
-            raise DesyncError(said)
+        verdict = self.store.compare_set(verdict_key, "", self._own_verdict(alike, arrived)).decode()
+        if verdict != GO:
+            raise DesyncError(verdict)
         self.calls.append(call)
         if len(self.calls) > KEEP:
             old = self._keys(self.number - KEEP, self.calls.popleft())
@@ -54,9 +53,9 @@ class CallCheck:
         """Keys of a call: how many ranks make this one, how many make any, and the verdict."""
         return f"{number}/{crc32(call.encode())}", f"{number}/arrived", f"{number}/verdict"
 
-    def _opinion(self, alike: str, arrived: str) -> str:
+    def _own_verdict(self, alike: str, arrived: str) -> str:
         """This rank's verdict: `GO` if all ranks make the same call, else the text of the error."""
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.timeout_s
         # Polls, since `store.wait` would block the connection for this rank's other threads.
         while not (complete := int(self.store.get(arrived)) == len(self.ranks)) and (
             time.monotonic() < deadline
@@ -64,27 +63,27 @@ class CallCheck:
             time.sleep(0.001)
         if complete and int(self.store.get(alike)) == len(self.ranks):
             return GO
-        known = {rank: self._last_of(rank) for rank in self.ranks}
+        known = {rank: self._last_call(rank) for rank in self.ranks}
         if any(number != self.number for number, _ in known.values()):
-            lines = [f"rank {rank}: {self._whereabouts(*last)}" for rank, last in known.items()]
+            lines = [f"rank {rank}: {self._describe(*last)}" for rank, last in known.items()]
         elif len(set(known.values())) == 1:
             return GO  # the last rank came after the deadline, and before this rank looked
         else:
             lines = [f"rank {rank}: {call}" for rank, (_, call) in known.items()]
-        return "\n  ".join([f"the ranks part ways at call {self.number}:", *lines])
+        return "\n  ".join([f"the ranks disagree at collective call {self.number}:", *lines])
 
-    def _last_of(self, rank: int) -> tuple[int, str]:
+    def _last_call(self, rank: int) -> tuple[int, str]:
         """Number and text of a rank's last call; 0 before its first."""
         if not self.store.check([f"last/{rank}"]):
             return 0, ""
         number, _, call = self.store.get(f"last/{rank}").decode().partition(" ")
         return int(number), call
 
-    def _whereabouts(self, number: int, call: str) -> str:
+    def _describe(self, number: int, call: str) -> str:
         """Describe a rank by its last call, which may be an earlier one."""
         last = f"call {number}, {call}" if number else "no call yet"
         return (
             last
             if number == self.number
-            else f"did not come within {self.patience_s:g} s; last seen at {last}"
+            else f"did not come within {self.timeout_s:g} s; last seen at {last}"
         )

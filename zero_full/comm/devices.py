@@ -46,7 +46,7 @@ def _host() -> str:
     return f"{platform.node()} {boot}".strip()
 
 
-def shared_among(
+def shared_devices(
     store: Any, ranks: Sequence[int], rank: int, device: torch.device
 ) -> Mapping[str, list[int]]:
     """Ranks that share a device, by the device's identity. Every rank must call this.
@@ -60,8 +60,8 @@ def shared_among(
     return {identity: sharing for identity, sharing in users.items() if len(sharing) > 1}
 
 
-def told(shared: Mapping[str, list[int]]) -> str:
+def describe_shared(shared: Mapping[str, list[int]]) -> str:
     """Text of the first shared device and its ranks, for an error."""
     identity, ranks = next(iter(shared.items()))
     more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
-    return f"ranks {', '.join(map(str, ranks[:LISTED]))}{more} have one device ({identity})"
+    return f"ranks {', '.join(map(str, ranks[:LISTED]))}{more} share one device ({identity})"

@@ -27,10 +27,10 @@ from zero_full.formatting import printable
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH, PYTHON = Path(torch.__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()
-PATIENCE_S = 5.0  # how long a rank waits for the first rank to print
-HEARD_S = 1.0  # how long the first rank waits for the others: the store may end with its process
-LOOK_S = 0.02  # between looks
-MARK = "zero_full_told_once"  # attribute of a shared error
+TIMEOUT_S = 5.0  # how long a rank waits for the first rank to print
+CONFIRM_S = 1.0  # how long the first rank waits for the others: the store may end with its process
+POLL_S = 0.02  # between looks
+MARK = "zero_full_print_once"  # attribute of a shared error
 Raised = TypeVar("Raised", bound=BaseException)
 
 
@@ -41,18 +41,18 @@ class Shared(NamedTuple):
     store: Any
 
 
-def told_once(error: Raised, ranks: Sequence[int]) -> Raised:
+def print_once(error: Raised, ranks: Sequence[int]) -> Raised:
     """Mark an error that all these ranks raise, so that only the first one prints it. Returns the error."""
-    is_here = isinstance(sys.excepthook, OneTells)
+    is_here = isinstance(sys.excepthook, PrintOnceHook)
     if len(ranks) > 1 and (is_here or is_own_excepthook(sys.excepthook)):
         with suppress(Exception):  # without a store each rank prints its own
-            place = f"zero_full/told/{'-'.join(map(str, ranks))}"
+            place = f"zero_full/print_once/{'-'.join(map(str, ranks))}"
             setattr(error, MARK, Shared(ranks, prefix_store(place, default_store())))
-            sys.excepthook = sys.excepthook if is_here else OneTells(sys.excepthook)
+            sys.excepthook = sys.excepthook if is_here else PrintOnceHook(sys.excepthook)
     return error
 
 
-class OneTells:
+class PrintOnceHook:
     """A `sys.excepthook` for marked errors. Passes all others to the hook `before` it."""
 
     def __init__(self, before: Any) -> None:
@@ -72,8 +72,8 @@ class OneTells:
         if rank != first and _has_printed(shared):
             return report.write(f"{kind.__name__}, printed by rank {first}")
         if is_plain:
-            told = f"(printed once, by rank {rank}, for {len(shared.ranks)} ranks)"
-            lines = [*traceback.format_list(_user_frames(trace)), *message, told]
+            note = f"(printed once, by rank {rank}, for {len(shared.ranks)} ranks)"
+            lines = [*traceback.format_list(_user_frames(trace)), *message, note]
             print(printable("".join(lines)), file=sys.stderr, flush=True)
         else:
             self.before(kind, error, trace)
@@ -98,19 +98,18 @@ def _needs_no_traceback(error: BaseException) -> bool:
 
 def _user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     """Stack frames of the user's code, up to its call of this package."""
-    theirs = takewhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
-    return [
-        frame for frame in theirs if Path(frame.filename).exists()
-    ]  # without the frozen frames that start a module
+    theirs = takewhile(lambda frame: not _is_package(frame), traceback.extract_tb(trace))
+    # Frozen frames, which start a module, have no file.
+    return [frame for frame in theirs if Path(frame.filename).exists()]
 
 
 def _passed_user_code(trace: TracebackType | None) -> bool:
     """Whether the error passed through a user's function that this package called."""
-    frames = dropwhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
-    return any(not (_is_ours(frame) or _is_library(frame)) for frame in frames)
+    frames = dropwhile(lambda frame: not _is_package(frame), traceback.extract_tb(trace))
+    return any(not (_is_package(frame) or _is_library(frame)) for frame in frames)
 
 
-def _is_ours(frame: traceback.FrameSummary) -> bool:
+def _is_package(frame: traceback.FrameSummary) -> bool:
     """Whether a frame belongs to this package. Its examples count as the user's code."""
     place = Path(frame.filename).resolve()
     return PACKAGE in place.parents and PACKAGE / "examples" not in place.parents
@@ -125,24 +124,24 @@ def _is_library(frame: traceback.FrameSummary) -> bool:
 
 def _has_printed(shared: Shared) -> bool:
     """Wait until the first rank has printed; False if it does not in time."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     with suppress(Exception):  # the store may have ended
-        while not shared.store.check(["told"]):
+        while not shared.store.check(["printed"]):
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_S)
-        shared.store.add("heard", 1)
+            time.sleep(POLL_S)
+        shared.store.add("confirmed", 1)
         return True
     return False
 
 
 def _confirm_printed(shared: Shared) -> None:
     """First rank: let the others end without printing, and wait until they have read it."""
-    deadline = time.monotonic() + HEARD_S
+    deadline = time.monotonic() + CONFIRM_S
     with suppress(Exception):
-        shared.store.set("told", "")
-        while shared.store.add("heard", 0) < len(shared.ranks) - 1 and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+        shared.store.set("printed", "")
+        while shared.store.add("confirmed", 0) < len(shared.ranks) - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 class Report:

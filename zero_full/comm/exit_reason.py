@@ -12,34 +12,34 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-PATIENCE_S = 1.0  # how long to wait for a rank that is about to write
-LOOK_S = 0.02  # between looks
+TIMEOUT_S = 1.0  # how long to wait for a rank that is about to write
+POLL_S = 0.02  # between looks
 LENGTH = 500  # characters of an error, at most
 
 
-def leave_reason(store: Any, rank: int) -> None:
+def write_exit_reason(store: Any, rank: int) -> None:
     """Write the exception that ends this process, or that is being handled now. Do nothing without one."""
     error: BaseException | None = sys.exc_info()[1]
     if error is None and not threading.main_thread().is_alive():  # the script has ended
         error = getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, SystemExit):
-        write_down(store, rank, error)
+        write_error(store, rank, error)
 
 
-def write_down(store: Any, rank: int, error: BaseException) -> None:
+def write_error(store: Any, rank: int, error: BaseException) -> None:
     """Write an error that this rank is about to raise, for ranks that will wait for this one."""
     with suppress(Exception):  # the store may have ended as well
         store.set(_key(rank), f"{type(error).__name__}: {error}"[:LENGTH])
 
 
-def reasons_of(store: Any, ranks: Iterable[int]) -> dict[int, str]:
-    """The errors that these ranks have written, by rank. Waits up to `PATIENCE_S` for the first one."""
-    ranks, deadline = list(ranks), time.monotonic() + PATIENCE_S
+def exit_reasons(store: Any, ranks: Iterable[int]) -> dict[int, str]:
+    """The errors that these ranks have written, by rank. Waits up to `TIMEOUT_S` for the first one."""
+    ranks, deadline = list(ranks), time.monotonic() + TIMEOUT_S
     with suppress(Exception):
         while not (failed := [rank for rank in ranks if store.check([_key(rank)])]):
             if time.monotonic() > deadline:
                 return {}
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return {rank: store.get(_key(rank)).decode(errors="replace") for rank in failed}
     return {}
 

@@ -11,25 +11,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full.comm.transport import NO_CALL, Splits
+from zero_full.comm.transport import BackendTransport, Splits
 
 
-class PretendedGroup(dist.ProcessGroup):
-    """A fake process group as seen from rank `me`. It has no connections."""
+class FakeGroup(dist.ProcessGroup):
+    """A fake process group as seen from rank `global_rank`. It has no connections."""
 
-    def __init__(self, ranks: Sequence[int], me: int) -> None:
-        super().__init__(list(ranks).index(me), len(ranks))  # type: ignore[call-arg]  # no store is fine
-        self.ranks, self.me = list(ranks), me
+    def __init__(self, ranks: Sequence[int], global_rank: int) -> None:
+        super().__init__(list(ranks).index(global_rank), len(ranks))  # type: ignore[call-arg]  # no store is fine
+        self.ranks, self.global_rank = list(ranks), global_rank
 
 
-class Pretence:
+class FakeTransport(BackendTransport):
     """The transport of a fake group. Only `sum_numbers` and `gather_objects` have a result."""
 
-    name = "pretence"
-    call = NO_CALL
-
-    def __init__(self, group: PretendedGroup) -> None:
-        self.size = group.size()
+    name = "fake"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Do nothing: tensors of a plan have no values."""
@@ -53,7 +49,3 @@ class Pretence:
     def gather_objects(self, mine: Any) -> list[Any]:
         """This rank's object once for each rank."""
         return [mine] * self.size
-
-    def awaited_by(self) -> list[int]:
-        """No ranks."""
-        return []

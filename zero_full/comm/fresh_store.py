@@ -13,40 +13,40 @@ from typing import Any
 
 from zero_full._compat import prefix_store
 
-MEETING = "zero_full/start"
-LOOK_S = 0.01  # between looks for ranks that have not come yet
+PREFIX = "zero_full/start"
+POLL_S = 0.01  # between looks for ranks that have not come yet
 
 
-def fresh_part(store: Any, rank: int, ranks: int) -> Any:
+def fresh_prefix(store: Any, rank: int, ranks: int) -> Any:
     """Agree on an unused part of the store. Every rank must call this. See [Note: a used store]."""
-    meeting = prefix_store(MEETING, store)
+    prefix = prefix_store(PREFIX, store)
     if rank == 0:
         name = secrets.token_hex(8)
-        _answer(meeting, name, ranks)
+        _answer(prefix, name, ranks)
     else:
         question = secrets.token_hex(8)
-        meeting.set(f"asks/{rank}", question)
-        name = meeting.get(f"answer/{question}").decode()
-        meeting.set(f"{name}/heard/{rank}", "")
-    return prefix_store(name, meeting)
+        prefix.set(f"asks/{rank}", question)
+        name = prefix.get(f"answer/{question}").decode()
+        prefix.set(f"{name}/heard/{rank}", "")
+    return prefix_store(name, prefix)
 
 
-def _answer(meeting: Any, name: str, ranks: int) -> None:
+def _answer(prefix: Any, name: str, ranks: int) -> None:
     """Rank 0: send every other rank the name of the part, until all have confirmed it."""
     waiting, questions = set(range(1, ranks)), dict[int, bytes]()
-    deadline = time.monotonic() + meeting.timeout.total_seconds()
+    deadline = time.monotonic() + prefix.timeout.total_seconds()
     while waiting:
         for rank in sorted(waiting):
-            if meeting.check([f"asks/{rank}"]):
-                question = meeting.get(f"asks/{rank}")
+            if prefix.check([f"asks/{rank}"]):
+                question = prefix.get(f"asks/{rank}")
                 if questions.get(rank) != question:  # a new one: not answered yet
-                    meeting.set(f"answer/{question.decode()}", name)
+                    prefix.set(f"answer/{question.decode()}", name)
                     questions[rank] = question
-            if meeting.check([f"{name}/heard/{rank}"]):
+            if prefix.check([f"{name}/heard/{rank}"]):
                 waiting.discard(rank)
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"ranks {sorted(waiting)} have not come to init_distributed within "
-                f"{meeting.timeout.total_seconds():g} s (its argument timeout says how long to wait)"
+                f"ranks {sorted(waiting)} have not called init_distributed within "
+                f"{prefix.timeout.total_seconds():g} s. Its argument timeout sets how long to wait."
             )
-        time.sleep(LOOK_S if waiting else 0)
+        time.sleep(POLL_S if waiting else 0)

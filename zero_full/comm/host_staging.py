@@ -1,8 +1,8 @@
 """Host staging: collectives for ranks that share an accelerator, through pinned host memory.
 
 NCCL fails with two ranks on one device. Here slices are copied to the host, exchanged as those of CPU ranks
-are (`shared.py`, else `transport.py`), and copied back. The host waits for every copy, so a collective is
-complete when its call returns, and overlaps nothing. Meanwhile the device works for the other ranks.
+are (`shared_memory.py`, else `transport.py`), and copied back. The host waits for every copy, so a collective
+is complete when its call returns, and overlaps nothing. Meanwhile the device works for the other ranks.
 
 A collective larger than the staging buffer passes in pieces, which bounds pinned memory.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_full.comm.shared import SharedMemory
+from zero_full.comm.shared_memory import SharedMemory
 from zero_full.comm.transport import Call, Exchange, Splits, own_slice
 
 STAGING = 32 * 2**20  # bytes of the staging buffer, at most

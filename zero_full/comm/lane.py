@@ -1,7 +1,7 @@
 """Lanes: where collectives run, at once, on a thread beside backward, or on a side stream.
 
 A lane runs its jobs in the order in which they were submitted. `wait` returns when a job is done; on a GPU it
-makes the current stream wait instead. "Overlap" in this package means a lane other than `Inline`.
+makes the current stream wait instead. "Overlap" in this package means a lane other than `InlineLane`.
 """
 
 import os
@@ -53,7 +53,7 @@ class Done:
         """Return at once."""
 
 
-class _NoStreams:
+class _HostLane:
     """A lane of a device without streams, where work is done when the call that does it returns."""
 
     def producer(self) -> Any:
@@ -67,7 +67,7 @@ class _NoStreams:
         """Do nothing."""
 
 
-class Inline(_NoStreams):
+class InlineLane(_HostLane):
     """No overlap: the caller runs each job when it submits it."""
 
     stops_host = False
@@ -78,7 +78,7 @@ class Inline(_NoStreams):
         return Done()
 
 
-class InlineStream(Inline):
+class InlineStreamLane(InlineLane):
     """No overlap on an accelerator: each job's kernels are queued on the caller's stream."""
 
     def __init__(self, current: Callable[[], Any]) -> None:
@@ -104,7 +104,7 @@ class InlineStream(Inline):
         _wait(later, earlier)
 
 
-class Late(_NoStreams):
+class LazyLane(_HostLane):
     """For the meta device: runs a job only when it is waited for, when the most memory is in use."""
 
     stops_host = False
@@ -117,9 +117,9 @@ class Late(_NoStreams):
         """Queue the job."""
         self.waiting.append(job)
         self.begun += 1
-        return _Place(self, self.begun)
+        return _LazyJob(self, self.begun)
 
-    def do(self, until: int) -> None:
+    def run(self, until: int) -> None:
         """Run the queued jobs in order, up to this number."""
         while self.done < until:
             self.done += 1
@@ -127,42 +127,42 @@ class Late(_NoStreams):
 
 
 @dataclass
-class _Place:
-    """A job of a `Late` lane."""
+class _LazyJob:
+    """A job of a `LazyLane`."""
 
-    lane: Late
+    lane: LazyLane
     number: int
 
     def wait(self) -> None:
-        self.lane.do(self.number)
+        self.lane.run(self.number)
 
 
-class Thread(_NoStreams):
+class ThreadLane(_HostLane):
     """A worker thread, for the CPU: gloo releases the GIL while it waits."""
 
     stops_host = True
 
     def __init__(self, name: str = "zero_full-collectives") -> None:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.made_in = os.getpid()
+        self.owner_pid = os.getpid()
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job for the thread."""
-        if os.getpid() != self.made_in:
+        if os.getpid() != self.owner_pid:
             raise RuntimeError(
-                "an engine of the parent is used in a forked process, which has none of its threads: use it "
-                "where it was made, or start processes by spawn and initialize there"
+                "an engine of the parent is used in a forked process, which has none of its threads. Use it "
+                "in the parent, or start processes by spawn and initialize there."
             )
-        return _Future(self.worker.submit(_without_grad, job))
+        return _ThreadJob(self.worker.submit(_without_grad, job))
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises none of their errors."""
-        if os.getpid() == self.made_in:
+        if os.getpid() == self.owner_pid:
             self.worker.submit(lambda: None).result()
 
     def close(self) -> None:
         """End the thread after its queued jobs. A forked child does not wait: it has no such thread."""
-        self.worker.shutdown(wait=os.getpid() == self.made_in)
+        self.worker.shutdown(wait=os.getpid() == self.owner_pid)
 
 
 def _without_grad(job: Job) -> None:
@@ -171,8 +171,8 @@ def _without_grad(job: Job) -> None:
 
 
 @dataclass
-class _Future:
-    """A job of a `Thread` lane."""
+class _ThreadJob:
+    """A job of a `ThreadLane`."""
 
     future: "Future[None]"
 
@@ -180,7 +180,7 @@ class _Future:
         self.future.result()
 
 
-class Stream:
+class StreamLane:
     """A side stream, for accelerators.
 
     Gradients of one bucket may come from several streams, one for each that forward used. So the side stream
@@ -206,7 +206,7 @@ class Stream:
             self.side.wait_stream(stream)
         with self.side:
             job()
-        return _Event(self, before, kept)
+        return _StreamJob(self, before, kept)
 
     def order(self, earlier: Any, later: Any) -> None:
         """Make the later stream wait for the earlier one."""
@@ -216,10 +216,10 @@ class Stream:
         """Do nothing."""
 
 
-class _Event:
+class _StreamJob:
     """The end of a job on a side stream, with the tensors that must be kept until then."""
 
-    def __init__(self, lane: Stream, producers: set[Any], kept: list[Tensor]) -> None:
+    def __init__(self, lane: StreamLane, producers: set[Any], kept: list[Tensor]) -> None:
         self.event, self.lane = lane.side.record_event(), lane
         self.producers, self.kept = producers, kept
 
@@ -238,11 +238,11 @@ def _wait(later: Any, earlier: Any) -> None:
 def lane_for(device: torch.device, overlap: bool) -> Lane:
     """The lane for this device's collectives."""
     if device.type == "meta":
-        return Late() if overlap else Inline()
+        return LazyLane() if overlap else InlineLane()
     if device.type == "cpu":
-        return Thread() if overlap else Inline()
+        return ThreadLane() if overlap else InlineLane()
     current = partial(torch.accelerator.current_stream, device)
     if not overlap:
-        return InlineStream(current)
+        return InlineStreamLane(current)
     # High priority: otherwise its few kernels would wait behind many of the computation's.
-    return Stream(torch.Stream(device, priority=-1), current)
+    return StreamLane(torch.Stream(device, priority=-1), current)

@@ -24,6 +24,7 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
+from zero_full.layout.flat import rounded_up
 
 Gather = Callable[[Tensor, str], None]  # an all-gather of a flat buffer, and what it is for
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
@@ -92,7 +93,7 @@ class QuantizedGather:
 
 def empty_payloads(rows: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Memory for payloads, one per row. Rows are padded with zeros to a multiple of `ALIGNED`."""
-    room = torch.empty(*rows, -(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device)
+    room = torch.empty(*rows, rounded_up(size, ALIGNED), dtype=torch.uint8, device=device)
     room[..., size:].zero_()
     return room
 

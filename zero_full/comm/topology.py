@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from zero_full._compat import default_store, open_group, timeout_of
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 
 Predicate = Callable[[str, Parameter], bool]
 MESH_NAMES = {
@@ -58,13 +58,13 @@ class Topology:
         for role in ("data", "shard", "replicate", "model", "expert", "expert_data"):
             if getattr(self, role) == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
-                    f"rank {dist.get_rank()} is not in the `{role}` group that it was given: every rank must "
-                    "pass the group it is a member of (new_group gives all others a placeholder)"
+                    f"rank {dist.get_rank()} is not in the `{role}` group that it was given. Every rank must "
+                    "pass the group that it is a member of (new_group gives all others a placeholder)."
                 )
         if self.model is not None and self.data is None and self.shard is None:
             raise ValueError(
-                "a topology with a `model` group needs a `data` group, too: the ranks that hold the same "
-                "parts of the layers (in a mesh, a dimension 'data', if only of size 1)"
+                "a topology with a `model` group also needs a `data` group: the ranks that hold the same "
+                "parts of layers. In a mesh, add a dimension 'data', which may have size 1."
             )
         if (self.shard is None) != (self.replicate is None):
             raise ValueError("a topology needs both `shard` and `replicate` groups, or neither")
@@ -72,8 +72,8 @@ class Topology:
             raise ValueError("a topology needs both `expert` and `expert_data` groups, or neither")
         if self.expert is not None and self.shard is not None:
             raise ValueError(
-                "experts and replicated sharding together are not supported: drop `shard` and `replicate`, "
-                "or mark no parameter as an expert"
+                "experts and replicated sharding together are not supported. Drop `shard` and `replicate`, "
+                "or mark no parameter as an expert."
             )
 
     @classmethod
@@ -83,17 +83,21 @@ class Topology:
         if names is None:
             if mesh.ndim == 1:
                 return cls(data=mesh.get_group())
-            raise ValueError(f"a mesh with {mesh.ndim} dimensions needs mesh_dim_names, such as {_known()}")
+            raise ValueError(
+                f"a mesh with {mesh.ndim} dimensions needs mesh_dim_names, such as {_known_names()}"
+            )
         groups: dict[str, Any] = {}
         for name in names:
             role = next((role for role, known in MESH_NAMES.items() if name in known), None)
             if role is None or role in groups:
-                raise ValueError(f"mesh dimension {name!r} is unknown or there twice; known: {_known()}")
+                raise ValueError(
+                    f"mesh dimension {name!r} is unknown or there twice; known: {_known_names()}"
+                )
             groups[role] = mesh.get_group(name)
         if "shard" in groups and "replicate" not in groups:
             groups["data"] = groups.pop("shard")
         elif "replicate" in groups and "shard" not in groups:
-            raise ValueError("a mesh with a 'replicate' dimension needs a 'shard' dimension, too")
+            raise ValueError("a mesh with a 'replicate' dimension also needs a 'shard' dimension")
         return cls(**groups)
 
     @classmethod
@@ -119,12 +123,12 @@ class Topology:
             raise ValueError(f"{key} {size} does not divide the data-parallel world {len(ranks)}")
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        return _group_of_mine(rows, data), _group_of_mine(columns, data)
+        return _own_group(rows, data), _own_group(columns, data)
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """Global ranks of a group's members."""
-    if isinstance(group, PretendedGroup):
+    if isinstance(group, FakeGroup):
         return group.ranks
     return dist.get_process_group_ranks(group)
 
@@ -141,24 +145,22 @@ def new_group(
 
     `dist.new_group` would use the default backend and timeout: half an hour for a rank that has died.
     """
-    if isinstance(like, PretendedGroup):
-        return PretendedGroup(ranks, like.me)
+    if isinstance(like, FakeGroup):
+        return FakeGroup(ranks, like.global_rank)
     members = f"zero_full/{'-'.join(map(str, ranks))}"
-    number = default_store().add(
-        f"{members}/opened by {dist.get_rank()}", 1
-    )  # groups opened so far by these members
+    number = default_store().add(f"{members}/opened by {dist.get_rank()}", 1)  # groups of these members
     group: dist.ProcessGroup = open_group(
         ranks, f"{members}/{number}", dist.get_backend(like), timeout_of(like, device)
     )
     return group
 
 
-def _group_of_mine(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
+def _own_group(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """Open the group of a partition that this rank is in."""
-    me = ranks_of(like)[like.rank()]
-    return new_group(next(ranks for ranks in partition if me in ranks), like)
+    global_rank = ranks_of(like)[like.rank()]
+    return new_group(next(ranks for ranks in partition if global_rank in ranks), like)
 
 
-def _known() -> str:
+def _known_names() -> str:
     """The known names of mesh dimensions, for an error."""
     return ", ".join(name for names in MESH_NAMES.values() for name in names)

@@ -4,7 +4,7 @@
 collectives are the fastest. gloo's are not: its reduce-scatter puts the bytes of an all-reduce on the wire,
 and its all-gather takes up to twice as long as the same bytes sent directly. So on gloo ranks send each other
 exactly the slices they need, and sum them in rank order, which gives the same bits on every run. Ranks on one
-host use shared memory instead of messages, see `shared.py`.
+host use shared memory instead of messages, see `shared_memory.py`.
 
 `whole` is a flat buffer; rank r's slice is the r-th of `size` equal parts. All calls block (on a GPU: the
 current stream).
@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_full._compat import all_gather_single, reduce_scatter_single
 
 Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, elements and their type
-NO_CALL: Call = ("a meeting", "all ranks", 0, torch.float32)  # where no collective was named
+NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
 MESSAGE = 2**20  # elements per message: large enough for speed, small enough that memory is reused
 CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
@@ -72,7 +72,7 @@ class Transport(Protocol):
         """Ranks seen waiting in a collective that this rank has not entered."""
 
 
-def in_words(call: Call) -> str:
+def describe_call(call: Call) -> str:
     """A collective as errors name it, in text that is equal on every rank that makes it."""
     kind, what, numel, dtype = call
     return f"{kind} of {what}: {numel} x {str(dtype).removeprefix('torch.')}"
@@ -109,7 +109,7 @@ def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
         out.copy_(total)
 
 
-class OverGroup:
+class BackendTransport:
     """Collectives that every transport leaves to the backend."""
 
     call = NO_CALL
@@ -141,14 +141,14 @@ class OverGroup:
         return []
 
 
-class Native(OverGroup):
+class Native(BackendTransport):
     """The backend's own collectives."""
 
     name = "native"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """One reduce-scatter of the backend. fp16 is divided first, so that sums do not overflow."""
-        whole, divisor = _in_range(whole, divisor)
+        whole, divisor = _divide_fp16_first(whole, divisor)
         result = out if out.dtype == whole.dtype else whole.new_empty(out.numel())
         reduce_scatter_single(result, whole, group=self.group)
         if result is not out:
@@ -162,20 +162,20 @@ class Native(OverGroup):
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """One all-reduce of the backend. fp16 is divided first, so that sums do not overflow."""
-        whole, divisor = _in_range(whole, divisor)
+        whole, divisor = _divide_fp16_first(whole, divisor)
         dist.all_reduce(whole, group=self.group)
         if divisor != 1:
             whole.div_(divisor)
 
 
-def _in_range(whole: Tensor, divisor: float) -> tuple[Tensor, float]:
+def _divide_fp16_first(whole: Tensor, divisor: float) -> tuple[Tensor, float]:
     """Divide fp16 before the sum, which may exceed 65,504. Returns the tensor and the divisor left."""
     if divisor != 1 and whole.dtype == torch.float16:
         return whole.div_(divisor), 1
     return whole, divisor
 
 
-class Exchange(OverGroup):
+class Exchange(BackendTransport):
     """Point-to-point messages, for gloo: each rank sends every other rank exactly the slice it needs."""
 
     name = "exchange"

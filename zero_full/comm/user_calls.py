@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 
 from zero_full._compat import prefix_store
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.exit_reason import write_down
-from zero_full.comm.store_messages import Notes, patience_of
+from zero_full.comm.exit_reason import write_error
+from zero_full.comm.store_messages import StoreMessages, longest_timeout
 from zero_full.errors import AbsentError, DesyncError
 
 log = logging.getLogger("zero_full")
-TOLD_AFTER_S = 10.0  # how long a rank waits before it warns
+WARN_AFTER_S = 10.0  # how long a rank waits before it warns
 STUCK_AFTER_S = 1.0  # how long this rank and others wait for each other before it raises
 EVERY_RANK = "Every rank must make this call, not `if rank == 0`"
 
@@ -31,40 +31,40 @@ class UserCalls:
         """`communicators`: all communicators of the engine."""
         self.group, self.communicators, self.number = group, communicators, 0
         self.rank = group.ranks[group.rank]
-        matter = "user_calls/" + "-".join(map(str, group.ranks))
-        made = prefix_store(f"zero_full/{matter}", group.store).add(f"made/{self.rank}", 1)
-        self.notes = Notes(f"{matter}/{made}", group.ranks, self._look)
+        topic = "user_calls/" + "-".join(map(str, group.ranks))
+        made = prefix_store(f"zero_full/{topic}", group.store).add(f"made/{self.rank}", 1)
+        self.messages = StoreMessages(f"{topic}/{made}", group.ranks, self._on_poll)
         self.settle: Callable[[], object] = list
-        self.began = self.stuck_since = 0.0
-        self.was_told = False
+        self.started = self.stuck_since = 0.0
+        self.has_warned = False
         self.call = ""
 
-    def tell(self, call: str) -> None:
+    def announce(self, call: str) -> None:
         """Write this rank's call for the others, without waiting for theirs."""
-        self.group.refuse_closed(call)
+        self.group.check_open(call)
         self.number += 1
-        self.notes.leave(f"{self.number}/{self.rank}", call)
+        self.messages.write(f"{self.number}/{self.rank}", call)
 
     def __call__(self, call: str, settle: Callable[[], object]) -> None:
         """Wait until all ranks have made this call; DesyncError if one makes another call or does not come.
 
         settle  waits for the queued collectives of this rank
         """
-        self.tell(call)
+        self.announce(call)
         self.call, self.settle = call, settle
-        self.began, self.stuck_since, self.was_told = time.monotonic(), 0.0, False
+        self.started, self.stuck_since, self.has_warned = time.monotonic(), 0.0, False
         keys = [f"{self.number}/{rank}" for rank in self.group.ranks]
         try:
-            calls = self.notes.read(keys, patience_of([self.group]))
+            calls = self.messages.read(keys, longest_timeout([self.group]))
         except AbsentError:
-            raise self._alone(", and the group's timeout is over") from None
+            raise self._desync_error(", and the group's timeout is over") from None
         if len(set(calls)) > 1:
-            told = (f"rank {rank}: {text}" for rank, text in zip(self.group.ranks, calls, strict=True))
-            raise DesyncError("\n  ".join(["the ranks make different calls, and nothing was sent:", *told]))
+            lines = (f"rank {rank}: {text}" for rank, text in zip(self.group.ranks, calls, strict=True))
+            raise DesyncError("\n  ".join(["the ranks make different calls, and nothing was sent:", *lines]))
         if self.number > 1:  # all ranks have read it: they are at the next call
-            self.notes.store.delete_key(f"{self.number - 1}/{self.rank}")
+            self.messages.store.delete_key(f"{self.number - 1}/{self.rank}")
 
-    def _look(self) -> None:
+    def _on_poll(self) -> None:
         """Raise if other ranks wait for this one in a collective, and warn after a long wait."""
         now = time.monotonic()
         awaited_by = sorted({rank for each in self.communicators for rank in each.awaited_by()})
@@ -74,17 +74,19 @@ class UserCalls:
             self.settle()
             self.stuck_since = time.monotonic()
         elif now - self.stuck_since > STUCK_AFTER_S:
-            raise self._alone(f", while ranks {awaited_by} wait for this one in a collective of the training")
-        if now - self.began > TOLD_AFTER_S and not self.was_told:
-            self.was_told = True
-            log.warning("%s. %s", self._waiting(), EVERY_RANK)
+            raise self._desync_error(
+                f", while ranks {awaited_by} wait for this one in a collective of the training"
+            )
+        if now - self.started > WARN_AFTER_S and not self.has_warned:
+            self.has_warned = True
+            log.warning("%s. %s", self._absent_ranks(), EVERY_RANK)
 
-    def _alone(self, why: str) -> DesyncError:
+    def _desync_error(self, why: str) -> DesyncError:
         """The error of a rank whose call the others do not make."""
-        error = DesyncError(f"{self._waiting()}{why}. {EVERY_RANK}")
-        write_down(self.group.store, self.rank, error)
+        error = DesyncError(f"{self._absent_ranks()}{why}. {EVERY_RANK}")
+        write_error(self.group.store, self.rank, error)
         return error
 
-    def _waiting(self) -> str:
-        absent = [r for r in self.group.ranks if not self.notes.store.check([f"{self.number}/{r}"])]
+    def _absent_ranks(self) -> str:
+        absent = [r for r in self.group.ranks if not self.messages.store.check([f"{self.number}/{r}"])]
         return f"rank {self.rank} waits in {self.call} for ranks {absent}"

@@ -1,9 +1,9 @@
 """Deferred initialization: construct models without memory and compute parameter values in `initialize`."""
 
-from zero_full.construct.handover import Deferred
+from zero_full.construct.deferred_model import Deferred
 from zero_full.construct.init import Init
 from zero_full.construct.on_device import OnDevice
-from zero_full.construct.recorded import has_values
-from zero_full.construct.recorder import outside_recording
+from zero_full.construct.recorded_tensor import has_values
+from zero_full.construct.session import outside_recording
 
 __all__ = ["Deferred", "Init", "OnDevice", "has_values", "outside_recording"]

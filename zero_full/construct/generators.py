@@ -1,4 +1,4 @@
-"""Record random draws and make them at replay. See [Note: recording and replay] in `deferred`.
+"""Record random draws and make them at replay. See [Note: recording and replay] in `recording`.
 
 [Note: a generator between recordings] A draw on the meta device does not advance a generator. While
 operations are recorded, the generator is at a *mark* instead: a unique random seed that stands for its state
@@ -27,12 +27,12 @@ from torch import Generator, Tensor
 from zero_full._compat import with_initial_seed
 from zero_full.shard.group.checksum import digest
 
-PATIENCE = 300  # seconds to wait while another thread uses torch's generator
+TIMEOUT_S = 300  # seconds to wait while another thread uses torch's generator
 STAMP = int.from_bytes(b"zero", "little") << 32  # prefix of stamps; above 62 bits, so no mark collides
 CPU = torch.device("cpu")
 log = logging.getLogger("zero_full")
 
-_torchs_generator = Lock()  # process-wide, like torch's default generator
+_generator_lock = Lock()  # process-wide, like torch's default generator
 _stamps = count()  # unique in the process, to tell apart ranks that are threads
 
 
@@ -40,31 +40,31 @@ class RandomStream:
     """The recorded draws from one generator. See [Note: a generator between recordings]."""
 
     def __init__(self, generator: Generator) -> None:
-        self.generator, self.before, self.is_own = generator, generator.get_state(), True
+        self.generator, self.initial_state, self.is_own = generator, generator.get_state(), True
         seed = generator.initial_seed()
         self.seed = 0 if _is_stamp(seed) else seed  # a stamp remains from a model that was not initialized
         self.marks: set[int] = set()
-        self.returned_to: set[int] = set()
+        self.returned_to: set[int] = set()  # marks that user code has set the generator back to
         self.first = self.mark()
-        self.shown = self.left = self.before
-        self.numbers_left = b""
+        self.seen_state = self.initial_state  # when the recording last resumed
+        self.paused_state, self.paused_numbers = self.initial_state, b""  # when it last paused
         self.resume_at: int | None = None  # mark to resume at
         self.stamps: dict[int, tuple[int | None, bytes]] = {}  # stamp -> mark, digest of numbers
-        self.has_strayed = False  # user code has drawn from it while recorded draws were pending
+        self.drawn_out_of_order = False  # user code has drawn from it while recorded draws were pending
 
     def mark(self) -> int:
         """Seed the generator with a new unique mark."""
         self.last = randbits(62)
         self.generator.manual_seed(self.last)
         self.marks.add(self.last)
-        self.has_strayed = False
+        self.drawn_out_of_order = False
         return self.last
 
     def at_mark(self) -> bool:
         """Return whether its next numbers depend on draws that are only recorded."""
         return self.generator.initial_seed() in self.marks
 
-    def place(self) -> Tensor | int:
+    def origin(self) -> Tensor | int:
         """Return the origin of the next numbers: a draw's mark, or a state set since."""
         seed = self.generator.initial_seed()
         if seed not in self.marks:
@@ -75,49 +75,49 @@ class RandomStream:
 
     def start_from(self, state: Tensor) -> None:
         """Set the state from which replay starts."""
-        self.is_own = self.is_own and torch.equal(state, self.before)
-        self.before = state
+        self.is_own = self.is_own and torch.equal(state, self.initial_state)
+        self.initial_state = state
 
     def pause(self) -> None:
         """Replace a mark in the generator by its previous state with a stamp."""
         self.resume_at = None
         if self.at_mark():
-            self.place()
+            self.origin()
             self.resume_at, stamp = self.generator.initial_seed(), STAMP + next(_stamps)
             on_cpu = self.generator.device == CPU  # only CPU generator states can be stamped
-            self.generator.set_state(with_initial_seed(self.shown, stamp) if on_cpu else self.shown)
+            self.generator.set_state(with_initial_seed(self.seen_state, stamp) if on_cpu else self.seen_state)
             self.stamps[stamp] = self.resume_at, self._numbers()
-        self.left, self.numbers_left = self.generator.get_state(), self._numbers()
+        self.paused_state, self.paused_numbers = self.generator.get_state(), self._numbers()
 
-    def look(self) -> int | None:
+    def current_mark(self) -> int | None:
         """Return the mark of the draw before the next numbers; None if user code has set or used it."""
-        self.shown, stamp = self.generator.get_state(), self.generator.initial_seed()
-        if not torch.equal(self.shown, self.left):
+        self.seen_state, stamp = self.generator.get_state(), self.generator.initial_seed()
+        if not torch.equal(self.seen_state, self.paused_state):
             # An unknown stamp is of another rank that is a thread: these share torch's default generator.
-            mark, numbers = self.stamps.get(stamp, (self.resume_at, self.numbers_left))
-            self.has_strayed = _is_stamp(stamp) and numbers != self._numbers()
-            self.resume_at = mark if _is_stamp(stamp) and not self.has_strayed else None
+            mark, numbers = self.stamps.get(stamp, (self.resume_at, self.paused_numbers))
+            self.drawn_out_of_order = _is_stamp(stamp) and numbers != self._numbers()
+            self.resume_at = mark if _is_stamp(stamp) and not self.drawn_out_of_order else None
         return self.resume_at
 
     def resume(self) -> None:
         """Return to the last mark, unless user code has set or used the generator since."""
-        mark = self.look()
+        mark = self.current_mark()
         if mark is not None:
             self.generator.manual_seed(mark)
 
-    def settle(self, mark: int | None, state: Tensor) -> None:
+    def set_final_state(self, mark: int | None, state: Tensor) -> None:
         """Set the generator to its known state at a mark, unless it was used or belongs to another rank."""
-        now = self.look()
+        now = self.current_mark()
         if now is not None and now == mark and self.is_own:
             self.generator.set_state(state)
-        elif self.has_strayed:
+        elif self.drawn_out_of_order:
             log.warning(
-                "random numbers were drawn between zero_full.Init and initialize without torch.manual_seed: "
-                "they are some that construction draws, too, and not those that follow"
+                "random numbers were drawn between zero_full.Init and initialize without torch.manual_seed. "
+                "They repeat numbers of construction, which draws its own in initialize."
             )
         if _is_stamp(self.generator.initial_seed()):
             self.generator.set_state(with_initial_seed(self.generator.get_state(), self.seed))
-        self.left, self.resume_at = self.generator.get_state(), None
+        self.paused_state, self.resume_at = self.generator.get_state(), None
 
     def _numbers(self) -> bytes:
         """Return a digest that is equal for generators that produce the same numbers."""
@@ -154,29 +154,29 @@ class RandomStreams:
             self._all[id(generator)] = RandomStream(generator)
         return self._all[id(generator)]
 
-    def has_marked(self, generator: Generator) -> bool:
+    def has_pending_draws(self, generator: Generator) -> bool:
         """Return whether the generator cannot draw yet, because earlier draws are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].at_mark()
 
-    def has_strayed(self, generator: Generator) -> bool:
+    def drawn_out_of_order(self, generator: Generator) -> bool:
         """Return whether user code has drawn from the generator while recorded draws were pending."""
-        return id(generator) in self._all and self._all[id(generator)].has_strayed
+        return id(generator) in self._all and self._all[id(generator)].drawn_out_of_order
 
     def draw(self, generator: Generator) -> Draw:
         """Record a draw."""
         stream = self.of(generator)
-        return Draw(stream, stream.place(), stream.mark())
+        return Draw(stream, stream.origin(), stream.mark())
 
-    def ends(self) -> dict[RandomStream, int]:
+    def final_marks(self) -> dict[RandomStream, int]:
         """Return the mark of the last draw of each generator that was not set or used since."""
-        with alone_with_torchs_generator():
-            return {stream: mark for stream in self if (mark := stream.look()) is not None}
+        with default_generator_lock():
+            return {stream: mark for stream in self if (mark := stream.current_mark()) is not None}
 
-    def settle(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
+    def set_final_states(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
         """Set the generators to their real states, where these marks and states are known."""
-        with alone_with_torchs_generator():
+        with default_generator_lock():
             for stream in self:
-                stream.settle(*known.get(stream, (None, stream.before)))
+                stream.set_final_state(*known.get(stream, (None, stream.initial_state)))
 
     def pause(self) -> None:
         """Pause all generators."""
@@ -190,20 +190,20 @@ class RandomStreams:
 
 
 @contextmanager
-def alone_with_torchs_generator() -> Iterator[None]:
+def default_generator_lock() -> Iterator[None]:
     """Lock torch's default generator against other ranks that are threads of this process."""
-    if not _torchs_generator.acquire(timeout=PATIENCE):
-        raise RuntimeError(f"another thread has been constructing its model for {PATIENCE} s")
+    if not _generator_lock.acquire(timeout=TIMEOUT_S):
+        raise RuntimeError(f"another thread has been constructing its model for {TIMEOUT_S} s.")
     try:
         yield
     finally:
-        _torchs_generator.release()
+        _generator_lock.release()
 
 
 @contextmanager
-def as_torchs_generator(generator: Generator) -> Iterator[None]:
+def as_default_generator(generator: Generator) -> Iterator[None]:
     """Run the context with torch's default generator in this state, for operations without the argument."""
-    with alone_with_torchs_generator():
+    with default_generator_lock():
         kept = torch.get_rng_state()
         torch.set_rng_state(generator.get_state())
         try:

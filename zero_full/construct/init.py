@@ -4,9 +4,7 @@
         model = Model()
     engine, optimizer, _, _ = zero_full.initialize(model=model, config=config)
 
-Inside the context the model is constructed without memory, and the operations of its constructors are
-recorded (see `deferred.py`). So are later changes of the model. `initialize` replays them, one parameter at a
-time, and every rank keeps its shards. The values equal those of plain construction on the first rank's CPU.
+See [Note: recording and replay] in `recording.py`.
 """
 
 import logging
@@ -17,23 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_full.construct.recorder import Session, here, latest
+from zero_full.construct.session import Session, latest, local
 
 log = logging.getLogger("zero_full")
 
 # DeepSpeed's other arguments, and why they have no effect.
 DECIDED_LATER = "initialize decides that"
-IDLE = {
-    "data_parallel_group": DECIDED_LATER,
-    "config_dict_or_path": DECIDED_LATER,
-    "config": DECIDED_LATER,
-    "mpu": DECIDED_LATER,
-    "sequence_data_parallel_group": DECIDED_LATER,
-    "zero_param_parallel_group": DECIDED_LATER,
-    "zero_quantized_weights": DECIDED_LATER,
-    "zero_quantized_nontrainable_weights": DECIDED_LATER,
+IGNORED_ARGUMENTS = {
     "mem_efficient_linear": "nn.Linear stays as it is",
     "pin_memory": "nothing is on the host",
+    **dict.fromkeys(("config", "config_dict_or_path", "data_parallel_group", "mpu"), DECIDED_LATER),
+    **dict.fromkeys(("sequence_data_parallel_group", "zero_param_parallel_group"), DECIDED_LATER),
+    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), DECIDED_LATER),
 }
 
 
@@ -63,11 +56,11 @@ class Init:
         weights: Any = None,
         **others: Any,
     ) -> None:
-        unknown = sorted(others.keys() - IDLE.keys())
+        unknown = sorted(others.keys() - IGNORED_ARGUMENTS.keys())
         if unknown:
             raise TypeError(f"Init has no argument {', '.join(unknown)}")
         for name in others.keys() - {"config_dict_or_path", "config"}:
-            log.warning("Init(%s=...) has no effect: %s", name, IDLE[name])
+            log.warning("Init(%s=...) has no effect: %s", name, IGNORED_ARGUMENTS[name])
         self.enabled, self.dtype, self.weights = enabled and module is None, dtype, weights
         self._stacks: list[ExitStack] = []
 
@@ -91,27 +84,30 @@ class Init:
         self._stacks.pop().__exit__(*failure)
 
     def _record(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
-        if here.rests:
-            raise RuntimeError("Init is inside GatheredParameters: leave that before constructing a model")
-        if here.session is None or here.session.is_over:
+        if local.pauses:
+            raise RuntimeError(
+                "zero_full.Init was entered inside GatheredParameters, where nothing is recorded. Leave "
+                "GatheredParameters before constructing a model."
+            )
+        if local.session is None or local.session.is_over:
             self._begin(stack, usual_dtype)
         elif self.weights is not None:
-            raise ValueError("Init(weights=...) is inside another Init: pass the weights to the outer one")
+            raise ValueError("Init(weights=...) is inside another Init. Pass the weights to the outer one.")
 
     def _begin(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
         session = stack.enter_context(Session(latest(), constructs=True))
-        here.latest = weakref.ref(session.recorder)
+        local.latest = weakref.ref(session.recorder)
         recording = session.recorder.recording
         known = list(recording.names.modules)
 
         def is_recording() -> bool:
-            return session.is_on and here.session is session
+            return session.is_on and local.session is session
 
-        def at_the_end() -> None:
+        def on_end() -> None:
             torch.set_default_dtype(usual_dtype)
             if self.weights is not None:
                 mine = [module for module in recording.names.modules if not any(module is m for m in known)]
-                recording.read_later(self.weights, mine)
+                recording.load_later(self.weights, mine)
 
-        session.at_the_end = at_the_end
-        stack.enter_context(recording.names.watching(is_recording, session.recorder))
+        session.on_end = on_end
+        stack.enter_context(recording.names.watch(is_recording, session.recorder))

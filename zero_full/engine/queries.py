@@ -62,7 +62,7 @@ class DeepSpeedQueries:
         """Return the bytes that offload has moved, by direction: down to the host, up, read, written."""
         parts = self.optimizer.parts
         copied = parts.flow.copied.sent if parts.flow is not None else {}
-        return {**copied, **self.optimizer.settings.tier.moved(), **parts.shelf.moved()}
+        return {**copied, **self.optimizer.settings.tier.moved(), **parts.param_store.moved()}
 
     @property
     def global_rank(self) -> int:

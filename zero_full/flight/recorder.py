@@ -21,9 +21,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_full._compat import default_store, prefix_store
-from zero_full.comm.forked import only_here
-from zero_full.comm.ledger import CollectiveCall
+from zero_full.comm.fork_safety import in_this_process_only
 from zero_full.comm.topology import this_rank
+from zero_full.comm.traffic import CollectiveCall
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
 from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
@@ -75,7 +75,9 @@ class FlightRecorder:
         for calls, call in self.at:
             calls.append(call)
         self.traffic.listener = self
-        self.finish = weakref.finalize(self, only_here(_finish), self.box)  # also when the process ends
+        self.finish = weakref.finalize(
+            self, in_this_process_only(_finish), self.box
+        )  # also when the process ends
 
     @property
     def closed(self) -> bool:

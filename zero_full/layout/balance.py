@@ -6,7 +6,7 @@ from heapq import heapreplace
 Share = tuple[int, int]  # a rank, and the number of a tensor's elements that it holds
 
 
-def deal_work(
+def assign_work(
     works: Sequence[int], shares: Sequence[Sequence[Share]], world: int, rounds: int = 1
 ) -> list[tuple[int, int]]:
     """Return for each tensor the rank that works on it, and the round (of `rounds`) in which it does.
@@ -17,9 +17,9 @@ def deal_work(
     about evenly over the rounds.
     """
     order = sorted(range(len(works)), key=lambda each: (-works[each], each))
-    dealt = _to_who_has_least(works, order, world)
+    dealt = _greedy_owners(works, order, world)
     limit = max(_loads(works, dealt, world), default=0)
-    near = _to_who_is_near(works, shares, order, world, limit)
+    near = _nearest_owners(works, shares, order, world, limit)
     owners = near if max(_loads(works, near, world), default=0) <= limit else dealt
     begun, places = [0] * world, [(0, 0)] * len(works)
     for each in order:
@@ -29,7 +29,7 @@ def deal_work(
     return places
 
 
-def _to_who_has_least(works: Sequence[int], order: Iterable[int], world: int) -> list[int]:
+def _greedy_owners(works: Sequence[int], order: Iterable[int], world: int) -> list[int]:
     least, owners = [(0, rank) for rank in range(world)], [0] * len(works)
     for each in order:
         load, owners[each] = least[0]
@@ -37,7 +37,7 @@ def _to_who_has_least(works: Sequence[int], order: Iterable[int], world: int) ->
     return owners
 
 
-def _to_who_is_near(
+def _nearest_owners(
     works: Sequence[int], shares: Sequence[Sequence[Share]], order: Iterable[int], world: int, limit: int
 ) -> list[int]:
     loads, owners = [0] * world, [0] * len(works)

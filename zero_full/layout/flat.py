@@ -34,7 +34,9 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         if min(self.world, self.alignment, self.copies) < 1 or any(n < 0 for n in self.numels):
-            raise ValueError(f"no layout: {self}")
+            raise ValueError(
+                f"sizes must not be negative, and world, alignment and copies at least 1: {self}"
+            )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -42,14 +44,14 @@ class FlatLayout:
         starts, position = [], 0
         for numel in self.numels:
             starts.append(position)
-            position = _rounded_up(position + numel, self.alignment)
+            position = rounded_up(position + numel, self.alignment)
         return tuple(starts)
 
     @cached_property
     def shard(self) -> int:
         """Number of elements in each rank's slice."""
-        end = _rounded_up(self.starts[-1] + self.numels[-1], self.alignment) if self.numels else 0
-        return _rounded_up(-(-end // self.world), self.alignment * self.copies)
+        end = rounded_up(self.starts[-1] + self.numels[-1], self.alignment) if self.numels else 0
+        return rounded_up(-(-end // self.world), self.alignment * self.copies)
 
     @cached_property
     def total(self) -> int:
@@ -102,5 +104,6 @@ class FlatLayout:
         return tuple(owned)
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
+    """Return the next multiple, for sizes and offsets."""
     return -(-number // multiple) * multiple

@@ -2,10 +2,20 @@
 
 from zero_full.errors import CopyError
 from zero_full.offload.host_device_copies import Flow
-from zero_full.offload.limits import Need, limits_here, refusal
+from zero_full.offload.limits import Need, memory_limits, shortage_message
 from zero_full.offload.nvme_state import Block, BlockTier
-from zero_full.offload.param_store import Shelf, Slice
-from zero_full.offload.tiers import DeviceTier, HostTier, Tier, Waiting
+from zero_full.offload.param_store import ParamSlice, ParamStore
+from zero_full.offload.tiers import DeviceTier, HostTier, Offload, Tier
 
-__all__ = ["Block", "BlockTier", "CopyError", "DeviceTier", "Flow", "HostTier", "Need", "Shelf", "Slice"]
-__all__ += ["Tier", "Waiting", "limits_here", "refusal"]
+__all__ = [
+    "Block",
+    "BlockTier",
+    "CopyError",
+    "DeviceTier",
+    "Flow",
+    "HostTier",
+    "Need",
+    "ParamSlice",
+    "ParamStore",
+]
+__all__ += ["Offload", "Tier", "memory_limits", "shortage_message"]

@@ -1,12 +1,12 @@
 """One allocation of host memory for all offloaded tensors of a rank, page-locked if wanted.
 
-[Note: arena] The sizes of all rooms are known before the first is taken, so the memory never grows. Its pages
-are anonymous and take no memory until they are written. Page-locked memory is registered with CUDA chunk by
-chunk, because drivers reject very large registrations. A copy to or from a device must not cross
-from one registration to the next, so a chunk ends between two rooms, and a larger room is a chunk by itself.
+[Note: arena] The sizes of all regions are known before the first is taken, so the memory never grows. Its
+pages are anonymous and take no memory until they are written. Page-locked memory is registered with CUDA
+chunk by chunk, because drivers reject very large registrations. A copy to or from a device must not cross
+from one registration to the next, so a chunk ends between two regions. A larger region is a chunk by itself.
 torch's own pinned memory is not used: it rounds sizes up to powers of two, and caches freed memory.
 
-A room stays valid while a tensor refers to it. The pages are freed with the last room.
+A region stays valid while a tensor refers to it. The pages are freed with the last region.
 """
 
 import mmap
@@ -18,24 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LINE = 64  # bytes: rooms begin at multiples of this
-CHUNK = 2**30  # bytes in one registration, unless a single room is larger
+from zero_full.layout.flat import rounded_up
+
+LINE = 64  # bytes: regions begin at multiples of this
+CHUNK = 2**30  # bytes in one registration, unless a single region is larger
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
 
 
 class Places:
-    """The layout of rooms of these sizes, in bytes, and of chunks."""
+    """The layout of regions of these sizes, in bytes, and of chunks."""
 
     def __init__(self, sizes: Sequence[int], chunk: int = CHUNK) -> None:
         self.starts: list[int] = []
         self.borders, end = [0], 0
         for size in sizes:
             if end > self.borders[-1] and end + size - self.borders[-1] > chunk:
-                end = _rounded_up(end, mmap.PAGESIZE)
+                end = rounded_up(end, mmap.PAGESIZE)
                 self.borders.append(end)
             self.starts.append(end)
-            end = _rounded_up(end + size, LINE)
-        self.size = _rounded_up(end, mmap.PAGESIZE)
+            end = rounded_up(end + size, LINE)
+        self.size = rounded_up(end, mmap.PAGESIZE)
         if self.size > self.borders[-1]:
             self.borders.append(self.size)
 
@@ -46,14 +48,14 @@ class Places:
 
 
 class Arena:
-    """Host memory divided into rooms. See [Note: arena]."""
+    """Host memory divided into regions. See [Note: arena]."""
 
     def __init__(self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK) -> None:
-        """`sizes`: bytes of the rooms. `cudart`: the CUDA runtime that page-locks them; None: pageable."""
+        """`sizes`: bytes of the regions. `cudart`: the CUDA runtime that page-locks them; None: pageable."""
         sizes = [size for size in sizes if size]
         places = Places(sizes, chunk)
         self.size = places.size
-        self.free: dict[int, list[int]] = {}  # first bytes of the free rooms, by size
+        self.free: dict[int, list[int]] = {}  # first bytes of the free regions, by size
         for size, start in zip(reversed(sizes), reversed(places.starts), strict=True):
             self.free.setdefault(size, []).append(start)
         self.memory = _pages(self.size) if self.size else None
@@ -70,14 +72,14 @@ class Arena:
                 self.locked += size
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Take a free room of this size, filled with zeros; None if there is none."""
+        """Take a free region of this size, filled with zeros; None if there is none."""
         if numel and (starts := self.free.get(numel * dtype.itemsize)):
             assert self.memory is not None
             return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=starts.pop())
         return None
 
     def close(self) -> None:
-        """End the page-locking. No room can be taken afterwards."""
+        """End the page-locking. No region can be taken afterwards."""
         self._unlock()
         self.locked, self.closed, self.memory, self.free = 0, True, None, {}
 
@@ -90,8 +92,8 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the host gives no {size:,} bytes for what waits in its memory ({error.strerror}): use more "
-            "hosts, or lift the limit on memory (ulimit -v)"
+            f"the host cannot allocate {size:,} bytes for offload ({error.strerror}). Use more hosts, or "
+            "lift the limit on memory (ulimit -v)."
         ) from error
 
 
@@ -100,11 +102,11 @@ def _register(cudart: Any, pointer: int, size: int, whole: int) -> None:
     if error:
         raise RuntimeError(
             f"pin_memory: {size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister "
-            f'returned {error}{_allowed()}): set "pin_memory": false in that section'
+            f'returned {error}{_memlock_limit()}). Set "pin_memory": false in that section.'
         )
 
 
-def _allowed() -> str:
+def _memlock_limit() -> str:
     try:
         import resource
     except ImportError:  # Windows
@@ -119,7 +121,3 @@ def _unregister(cudart: Any, pointers: list[int], memory: mmap.mmap | None) -> N
         torch.cuda.synchronize()  # copies may be in flight
     while pointers:
         cudart.cudaHostUnregister(pointers.pop())
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -16,24 +16,59 @@ again.
 Reading values waits for their copies and raises their errors. An error stays until the gradients are dropped.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Done, Lane, Pending, Thread
-from zero_full.comm.ledger import Traffic
+from zero_full.comm.lane import Done, Lane, Pending, ThreadLane
+from zero_full.comm.traffic import Traffic
 from zero_full.errors import CopyError
-from zero_full.offload.copies import Copier
 from zero_full.precision.norms import squared_norm
 
 HOST = torch.device("cpu")
 UNDER_WAY = 2  # slices on the device with pending copies, at most
-Room = Callable[[int, torch.dtype, torch.device], Tensor]
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+NAP_S, LONG_NAP_S = 2e-5, 5e-4  # seconds between two polls of a copy, the shortest and the longest
+
+
+class Copier(Protocol):
+    """Copies in one direction between a device and the host."""
+
+    def mark(self) -> Any:
+        """Return an event behind the caller's work on the device so far."""
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> None:
+        """Copy when the device has reached the event `after`, and return when the copy is done."""
+
+
+class StreamCopier:
+    """Copies on their own stream of an accelerator, beside its other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.Stream(device)
+
+    def mark(self) -> Any:
+        """Record an event on the caller's stream."""
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> None:
+        """Queue the copy, and poll for its end with sleeps in between, so that other threads run."""
+        with self.stream:
+            self.stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done = self.stream.record_event()
+        nap = NAP_S
+        while not done.query():
+            time.sleep(nap)
+            nap = min(2 * nap, LONG_NAP_S)
 
 
 class Flow:
@@ -41,14 +76,14 @@ class Flow:
 
     def __init__(
         self,
-        room: Room,
+        allocate: Allocate,
         device: torch.device,
         copiers: tuple[Copier, Copier],
         sums: bool,
-        lane: Callable[[str], Lane] = Thread,
+        lane: Callable[[str], Lane] = ThreadLane,
     ) -> None:
-        """`room` allocates host memory. `copiers`: down and up. `sums`: the norm will be needed."""
-        self.room, self.device, self.sums = room, device, sums
+        """`allocate` allocates host memory. `copiers`: down and up. `sums`: the norm will be needed."""
+        self.allocate, self.device, self.sums = allocate, device, sums
         self.down, self.up = copiers
         names = ("gradients-down", "gradients-on-host", "parameters-up")
         self.going_down, self.on_host, self.going_up = (lane(f"zero_full-{name}") for name in names)
@@ -92,7 +127,7 @@ class Flow:
         size = numel * dtype.itemsize
         if self.stages[0].memory.numel() < size:
             for each in self.stages:  # pending copies keep their memory
-                each.memory = self.room(size, torch.uint8, self.device)
+                each.memory = self.allocate(size, torch.uint8, self.device)
         self.stages.append(self.stages.pop(0))
         return self.stages[-1]
 
@@ -134,7 +169,7 @@ class _Copy:
         self.copier.copy(*pair, self.mark)
 
 
-class HostSlice:
+class HostGradientSlice:
     """This rank's slice of a parameter group's averaged gradients, copied to and accumulated on the host."""
 
     def __init__(self, flow: Flow, name: str, numel: int, dtype: torch.dtype) -> None:
@@ -147,7 +182,7 @@ class HostSlice:
     @cached_property
     def memory(self) -> Tensor:
         """The host's memory for the slice. Its values are complete after `arrived`."""
-        return self.flow.room(self.numel, self.dtype, self.flow.device)
+        return self.flow.allocate(self.numel, self.dtype, self.flow.device)
 
     def receive(self, source: Tensor, adds: bool, last: bool) -> None:
         """Copy or, if `adds`, accumulate a slice from the device. `last`: it is the last one of this step."""
@@ -178,7 +213,7 @@ class HostSlice:
         self.squares = float(squared_norm([self.memory], HOST))
         self.squared_version = version_of(self.memory)
 
-    def let_go(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until the slice on the device may be overwritten. Reading the values raises errors."""
         with suppress(Exception):
             self.copied.wait()
@@ -193,8 +228,8 @@ class HostSlice:
             self.pending.wait()
         except Exception as error:
             raise CopyError(
-                f"gradients of {self.name} have not come from {self.flow.device} to the host: {error}. "
-                "Nothing was changed by them: call zero_grad to go on without"
+                f"gradients of {self.name} could not be copied from {self.flow.device} to the host: {error}. "
+                "Nothing was updated. Call zero_grad to continue without these gradients."
             ) from error
         return self.memory
 

@@ -1,6 +1,6 @@
 """Check host memory before it is allocated, because the kernel kills processes that exceed it later.
 
-Each rank reports its need and the limits that it sees. Ranks that name the same `whose` share a limit: a
+Each rank reports its need and the limits that it sees. Ranks that name the same `shared_by` share a limit: a
 machine's free memory, a control group's, or a process's own. A value that is missing in the system's files is
 no limit.
 """
@@ -16,19 +16,19 @@ from typing import NamedTuple
 ROOT = Path("/")
 
 
-class GroupFiles(NamedTuple):
+class CgroupFiles(NamedTuple):
     """The files of one version of control groups about memory."""
 
     base: str
     limit: str
     usage: str
-    given_back: tuple[str, ...]  # lines of memory.stat: memory that the kernel can reclaim
+    reclaimable: tuple[str, ...]  # lines of memory.stat: memory that the kernel can reclaim
 
 
-SECOND = GroupFiles(
+CGROUP_V2 = CgroupFiles(
     "sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
 )
-FIRST = GroupFiles(
+CGROUP_V1 = CgroupFiles(
     "sys/fs/cgroup/memory",
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
@@ -41,7 +41,7 @@ class Limit:
     """A limit on the memory of some processes."""
 
     name: str  # for a message
-    whose: str  # equal for all processes that share the limit
+    shared_by: str  # equal for all processes that share the limit
     free: int  # bytes
     remedy: str
 
@@ -54,21 +54,21 @@ class Need:
     limits: tuple[Limit, ...]
 
 
-def refusal(needs: Mapping[int, Need]) -> str | None:
+def shortage_message(needs: Mapping[int, Need]) -> str | None:
     """The error message if the needs exceed a limit, equal on all ranks; None if there is enough memory."""
     under: dict[str, list[tuple[int, Limit]]] = {}
     for need in needs.values():
         for limit in need.limits:
-            under.setdefault(limit.whose, []).append((need.size, limit))
+            under.setdefault(limit.shared_by, []).append((need.size, limit))
     for sharing in under.values():
         sizes = [size for size, _ in sharing]
         least = min((limit for _, limit in sharing), key=lambda limit: limit.free)
         if sum(sizes) > least.free:
             each = f" ({len(sizes)} ranks, up to {gib(max(sizes))} each)" if len(sizes) > 1 else ""
             return (
-                f"what waits on the host (offload_optimizer, offload_param) needs {gib(sum(sizes))} there"
-                f"{each}, and {gib(least.free)} are free ({least.name}): use more hosts, a smaller ratio of "
-                f"offload_optimizer, or {least.remedy}"
+                f"offload to the host (offload_optimizer, offload_param) needs {gib(sum(sizes))}{each}, but "
+                f"{gib(least.free)} are free ({least.name}). Use more hosts, a smaller ratio of "
+                f"offload_optimizer, or {least.remedy}."
             )
     return None
 
@@ -78,11 +78,11 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def limits_here(host: str, root: Path = ROOT) -> Iterator[Limit]:
+def memory_limits(host: str, root: Path = ROOT) -> Iterator[Limit]:
     """The limits on this process. `host`: a unique name of the machine."""
     free = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
     if free:
-        yield Limit("MemAvailable", host, int(free[1]) * 1024, "end what else needs this host's memory")
+        yield Limit("MemAvailable", host, int(free[1]) * 1024, "free memory on this host")
     yield from _of_control_groups(host, root)
     yield from _of_process(host, root)
 
@@ -96,27 +96,27 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        files = SECOND if number == "0" else FIRST if "memory" in controllers.split(",") else None
+        files = CGROUP_V2 if number == "0" else CGROUP_V1 if "memory" in controllers.split(",") else None
         if files is None:
             continue
         base, inside = root / files.base, Path(path.lstrip("/"))
         for place in (base / inside, *(base / above for above in inside.parents)):
             limit, used = _number(place / files.limit), _used(place, files)
             if limit is not None and used is not None:
-                told = f"control group /{place.relative_to(base).as_posix().strip('.')}"
+                group = f"control group /{place.relative_to(base).as_posix().strip('.')}"
                 # Without a namespace a container sees its own group as the outermost, whatever its path is.
-                whose = f"{host} {around} {place} {path if place == base else ''}"
-                name = f"{told}: limit {gib(limit)}, in use {gib(used)}"
-                yield Limit(name, whose, max(0, limit - used), "give the container more memory")
+                shared_by = f"{host} {around} {place} {path if place == base else ''}"
+                name = f"{group}: limit {gib(limit)}, in use {gib(used)}"
+                yield Limit(name, shared_by, max(0, limit - used), "give the container more memory")
 
 
-def _used(place: Path, files: GroupFiles) -> int | None:
+def _used(place: Path, files: CgroupFiles) -> int | None:
     """Bytes in use that the kernel cannot reclaim."""
     usage, stat = _number(place / files.usage), _text(place / "memory.stat")
     if usage is None:
         return None
     found = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
-    return max(0, usage - sum(int(found.get(name, 0)) for name in files.given_back))
+    return max(0, usage - sum(int(found.get(name, 0)) for name in files.reclaimable))
 
 
 def _of_process(host: str, root: Path) -> Iterator[Limit]:

@@ -17,7 +17,6 @@ and the next step raises on all ranks. A slice that cannot be read becomes NaN, 
 to the end of the pass or step, where all of them raise.
 """
 
-import logging
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -27,19 +26,11 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Pending, Thread
+from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.kernels.files import PAGE, aligned_empty
-from zero_full.offload.param_store import Shelf, ShelfBehindMemory, Slice
-from zero_full.offload.spill_file import (
-    DAMAGED,
-    LOST,
-    ScratchFile,
-    page_sums,
-    refuse_more_than_free,
-    whole_pages,
-)
-
-log = logging.getLogger("zero_full")
+from zero_full.offload.param_store import MemoryFirstStore, ParamSlice, ParamStore
+from zero_full.offload.spill_file import DAMAGED, NAN_BYTE, SpillFile, page_checksums, whole_pages
+from zero_full.offload.storage import FileStorage
 
 
 @dataclass(eq=False)
@@ -57,7 +48,7 @@ class Buffer:
             self.copied = None
 
 
-class Buffers:
+class BufferPool:
     """A pool of buffers, in use or free for a slice of the same size, with a limit on their elements."""
 
     def __init__(self, numel: int, pinned: bool) -> None:
@@ -96,28 +87,28 @@ class Buffers:
             self.free.clear()
 
 
-class Reading:
+class SliceRead:
     """The read of a slice into a buffer."""
 
-    def __init__(self, slice_: "FileSlice", buffer: Buffer) -> None:
+    def __init__(self, slice_: "NvmeParamSlice", buffer: Buffer) -> None:
         self.slice, self.buffer = slice_, buffer
         self.version = version_of(slice_.at_rest)  # when the read began
-        self.has_sums = self.version == slice_.summed
+        self.has_checksums = self.version == slice_.checked_version
         self.wrong = ""  # the error, which counts if the slice was not written meanwhile
-        self.pending = slice_.shelf.lane.submit(self._read, [], [])
+        self.pending = slice_.store.lane.submit(self._read, [], [])
 
     def _read(self) -> None:
         """Fill the buffer, and compare checksums where they are known. Runs on the lane."""
-        slice_, shelf, memory = self.slice, self.slice.shelf, self.buffer.memory
+        slice_, store, memory = self.slice, self.slice.store, self.buffer.memory
         if slice_.kept is not None:
             return
         try:
-            shelf.file.read(memory, slice_.at, self.buffer).wait()
-            shelf.read_bytes += slice_.room
+            store.file.read(memory, slice_.at, self.buffer).wait()
+            store.read_bytes += slice_.padded_size
         except OSError as error:
             self.wrong = str(error)
-        if not self.wrong and self.has_sums and slice_.sums is not None:
-            self.wrong = "" if torch.equal(page_sums(memory), slice_.sums) else DAMAGED
+        if not self.wrong and self.has_checksums and slice_.checksums is not None:
+            self.wrong = "" if torch.equal(page_checksums(memory), slice_.checksums) else DAMAGED
 
     def wait(self) -> bool:
         """Wait for the read. Returns False if the slice at rest was written since it began."""
@@ -125,28 +116,28 @@ class Reading:
         if self.slice.kept is None and self.version != version_of(self.slice.at_rest):
             return False
         if self.wrong:
-            self.buffer.memory.fill_(LOST)
-            self.slice.shelf.lose(self.wrong)
+            self.buffer.memory.fill_(NAN_BYTE)
+            self.slice.store.on_read_error(self.wrong)
         return True
 
 
-class FileSlice(Slice):
+class NvmeParamSlice(ParamSlice):
     """A slice in a file. See [Note: reading ahead] and [Note: writing behind]."""
 
-    apart, kind = True, "disk"
+    is_offloaded, kind = True, "disk"
 
-    def __init__(self, shelf: "BlockShelf", numel: int, dtype: torch.dtype) -> None:
-        self.shelf, self.dtype, self.size = shelf, dtype, numel * dtype.itemsize
-        self.room = max(whole_pages(self.size), PAGE)
-        self.at = shelf.file.take(self.size)
+    def __init__(self, store: "NvmeParamStore", numel: int, dtype: torch.dtype) -> None:
+        self.store, self.dtype, self.size = store, dtype, numel * dtype.itemsize
+        self.padded_size = max(whole_pages(self.size), PAGE)
+        self.at = store.file.take(self.size)
         # `data`: torch counts writes to this tensor separately from writes to the window.
-        self.at_rest = shelf.file.window(self.at, self.size).view(dtype).data
-        self.reading: Reading | None = None
-        self.lent: Buffer | None = None  # the buffer that the optimizer updates during a step
+        self.at_rest = store.file.window(self.at, self.size).view(dtype).data
+        self.reading: SliceRead | None = None
+        self.in_use: Buffer | None = None  # the buffer that the optimizer updates during a step
         self.writing: Pending | None = None
         self.kept: Tensor | None = None  # the bytes in memory, after a failed write
-        self.sums: Tensor | None = None  # checksums of the last write ...
-        self.summed = -1  # ... and the version of the slice at rest then
+        self.checksums: Tensor | None = None  # checksums of the last write ...
+        self.checked_version = -1  # ... and the version of the slice at rest then
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
@@ -163,43 +154,43 @@ class FileSlice(Slice):
 
     # Reading -------------------------------------------------------------------------------------
 
-    def begin(self, ahead: bool = False) -> bool:
-        """Begin to read the slice, if there is a buffer. Without `ahead` there always is one."""
+    def start_read(self, optional: bool = False) -> bool:
+        """Start to read the slice, if there is a buffer. Unless `optional`, there always is one."""
         if self.kept is None and self.reading is None:
-            buffer = self.shelf.buffer_for(self, ahead)
+            buffer = self.store.buffer_for(self, optional)
             if buffer is None:
                 return False
-            self.reading = Reading(self, buffer)
-            if ahead:
-                self.shelf.ahead.add(self)
-        if not ahead:
-            self.shelf.ahead.discard(self)
+            self.reading = SliceRead(self, buffer)
+            if optional:
+                self.store.prefetched.add(self)
+        if not optional:
+            self.store.prefetched.discard(self)
         return True
 
-    def give_up(self) -> None:
+    def cancel_prefetch(self) -> None:
         """Drop a prefetch."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.pending.wait()
-            self.shelf.buffers.give(reading.buffer)
+            self.store.buffers.give(reading.buffer)
 
-    def _arrive(self) -> Buffer | None:
+    def _wait_for_read(self) -> Buffer | None:
         """Wait for the buffer with the values; None if they are kept in memory."""
         reading, self.reading = self.reading, None
         if reading is None and self.kept is None:  # not prefetched, as when a change is undone
-            reading = Reading(self, self.shelf.buffer_beyond(self))
+            reading = SliceRead(self, self.store.buffer_beyond(self))
         if reading is None:
             return None
         while not reading.wait():
-            reading = Reading(self, reading.buffer)
+            reading = SliceRead(self, reading.buffer)
         if self.kept is None:
             return reading.buffer
-        self.shelf.buffers.give(reading.buffer)
+        self.store.buffers.give(reading.buffer)
         return None
 
     def copy_to(self, place: Tensor) -> None:
         """Wait for the read, and copy the values into the gathered buffer."""
-        buffer = self._arrive()
+        buffer = self._wait_for_read()
         if buffer is None:
             assert self.kept is not None
             place.copy_(self._in(self.kept))
@@ -207,140 +198,109 @@ class FileSlice(Slice):
         place.copy_(self._in(buffer.memory), non_blocking=True)
         if place.device.type != "cpu":
             buffer.copied = torch.accelerator.current_stream(place.device).record_event()
-        self.shelf.buffers.give(buffer)
+        self.store.buffers.give(buffer)
 
     # A step --------------------------------------------------------------------------------------
 
     def fetch(self, device: torch.device) -> Tensor:
         """The values where they are stepped: on a CPU the buffer itself, which `update` writes."""
-        self._take_back()
-        self.begin()
-        buffer = self._arrive()
+        if self.in_use is not None:  # by a step that has failed or has updated another tensor
+            self.store.buffers.give(self.in_use)
+            self.in_use = None
+        self.start_read()
+        buffer = self._wait_for_read()
         if buffer is None:
             return self.values.to(device)
         if device.type == "cpu":
-            self.lent = buffer
+            self.in_use = buffer
             return self._in(buffer.memory)
         values = self._in(buffer.memory).to(device)
-        self.shelf.buffers.give(buffer)
+        self.store.buffers.give(buffer)
         return values
-
-    def _take_back(self) -> Buffer | None:
-        """Take the buffer back from a step that has failed or has updated another tensor."""
-        buffer, self.lent = self.lent, None
-        if buffer is not None:
-            self.shelf.buffers.give(buffer)
-        return buffer
 
     def update(self, updated: Tensor) -> None:
         """Begin to write the new values. See [Note: writing behind]."""
         if updated is self.at_rest:
             return
-        self.give_up()
+        self.cancel_prefetch()
         if self.kept is not None:
             self.values.copy_(updated)
             return
-        buffer, self.lent = self.lent, None
+        buffer, self.in_use = self.in_use, None
         if buffer is None or updated.data_ptr() != buffer.memory.data_ptr():
-            buffer = buffer or self.shelf.buffer_for(self)
+            buffer = buffer or self.store.buffer_for(self)
             assert buffer is not None
             buffer.synchronize()
             self._in(buffer.memory).copy_(updated)
-        self.summed = version_of(self.at_rest)
-        self.writing = self.shelf.lane.submit(partial(self._write, buffer), [], [])
+        self.checked_version = version_of(self.at_rest)
+        self.writing = self.store.lane.submit(partial(self._write, buffer), [], [])
 
     def _write(self, buffer: Buffer) -> None:
         """Write a slice to the file, or keep it after a failed write. Runs on the lane."""
         try:
-            if not self.shelf.failure:
-                self.sums = page_sums(buffer.memory)
-                self.shelf.file.write(buffer.memory, self.at, buffer).wait()
-                self.shelf.written_bytes += self.room
+            if not self.store.write_error:
+                self.checksums = page_checksums(buffer.memory)
+                self.store.file.write(buffer.memory, self.at, buffer).wait()
+                self.store.written_bytes += self.padded_size
         except OSError as error:
-            self.shelf.fail(error)
-        if self.shelf.failure:
+            self.store.on_write_error(error)
+        if self.store.write_error:
             self.kept = buffer.memory
         else:
-            self.shelf.buffers.give(buffer)
+            self.store.buffers.give(buffer)
 
 
-class BlockShelf(ShelfBehindMemory):
+class NvmeParamStore(FileStorage, MemoryFirstStore):
     """The store of slices in an unnamed file. See the notes at the top."""
 
-    apart, can_lose = True, True
+    is_offloaded, can_fail, contents = True, True, "parameters"
 
-    def __init__(self, file: ScratchFile, buffers: Buffers, memory_numel: int, in_memory: Shelf) -> None:
-        super().__init__(memory_numel, in_memory)
-        self.file, self.directory, self.place, self.buffers = file, file.directory, file.place, buffers
-        self.reach, self.advice = buffers.limit, file.advice
-        self.lane = Thread("zero_full-parameters")
-        self.ahead: set[FileSlice] = set()  # prefetched and not yet used
-        self.read_bytes = self.written_bytes = 0
-        self.failure = self.lost = ""
+    def __init__(
+        self, file: SpillFile, buffers: BufferPool, memory_numel: int, in_memory: ParamStore
+    ) -> None:
+        FileStorage.__init__(self, file, ThreadLane("zero_full-parameters"))
+        MemoryFirstStore.__init__(self, memory_numel, in_memory)
+        self.buffers, self.prefetch_numel = buffers, buffers.limit
+        self.prefetched: set[NvmeParamSlice] = set()  # prefetched and not yet used
 
     def close(self) -> None:
-        """End threads and file. Slices stay valid while they are referenced."""
-        self.lane.close()
-        self.file.end()
+        """End threads and file, and free the buffers."""
+        super().close()
         self.buffers.clear()
 
     def moved(self) -> dict[str, int]:
         """Bytes of parameters read and written so far, by whole slices."""
         return {"parameters read": self.read_bytes, "parameters written": self.written_bytes}
 
-    def refuse_too_little(self, need: int) -> None:
-        """Raise OSError if the disk does not have `need` free bytes."""
-        refuse_more_than_free(self.directory, need)
-
-    def put(self, values: Tensor) -> Slice:
+    def add(self, values: Tensor) -> ParamSlice:
         """Make a slice and begin to write these values."""
-        slice_ = FileSlice(self, values.numel(), values.dtype)
+        slice_ = NvmeParamSlice(self, values.numel(), values.dtype)
         slice_.update(values)
         return slice_
 
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
+    def add_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> ParamSlice:
         """Make a slice of zeros, which new space in a file consists of."""
-        return FileSlice(self, numel, dtype)
+        return NvmeParamSlice(self, numel, dtype)
 
     # Buffers -------------------------------------------------------------------------------------
 
-    def buffer_for(self, slice_: FileSlice, ahead: bool = False) -> Buffer | None:
-        """Take a buffer; None if there is no room and the slice is only prefetched (`ahead`)."""
-        buffer = self.buffers.take(slice_.room, slice_.dtype.itemsize)
-        if buffer is not None or ahead:
+    def buffer_for(self, slice_: NvmeParamSlice, optional: bool = False) -> Buffer | None:
+        """Take a buffer; None if there is no room and the slice is only prefetched (`optional`)."""
+        buffer = self.buffers.take(slice_.padded_size, slice_.dtype.itemsize)
+        if buffer is not None or optional:
             return buffer
-        self.give_up_ahead()
+        self.cancel_prefetches()
         self.lane.drain()  # writes return their buffers
         return self.buffer_beyond(slice_)
 
-    def buffer_beyond(self, slice_: FileSlice) -> Buffer:
+    def buffer_beyond(self, slice_: NvmeParamSlice) -> Buffer:
         """Take a buffer, beyond the limit if there is no room."""
-        buffer = self.buffers.take(slice_.room, slice_.dtype.itemsize, exceed=True)
+        buffer = self.buffers.take(slice_.padded_size, slice_.dtype.itemsize, exceed=True)
         assert buffer is not None
         return buffer
 
-    def give_up_ahead(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Drop prefetched slices that were not used."""
-        for slice_ in self.ahead:
-            slice_.give_up()
-        self.ahead.clear()
-
-    # Errors --------------------------------------------------------------------------------------
-
-    def lose(self, why: str) -> None:
-        """Note and log that a slice cannot be read."""
-        if not self.lost:
-            self.lost = (
-                f"parameters that wait in {self.directory} cannot be read: {why}. Go on from the last "
-                "checkpoint, with a disk that can be read"
-            )
-            log.error("%s", self.lost)
-
-    def fail(self, error: OSError) -> None:
-        """Note and log that a slice cannot be written."""
-        self.failure = (
-            f"parameters cannot be written to {self.directory}: {error}. They stay in memory, and the step "
-            "was finished: save a checkpoint now, after zero_grad, and go on from it with a disk that can be "
-            "written"
-        )
-        log.error("%s", self.failure)
+        for slice_ in self.prefetched:
+            slice_.cancel_prefetch()
+        self.prefetched.clear()

@@ -21,7 +21,6 @@ step raises on all ranks.
 """
 
 import ctypes
-import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,25 +32,24 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Pending, Thread
+from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.kernels.files import BlockIO, aligned_empty
+from zero_full.layout.flat import rounded_up
 from zero_full.offload.host_device_copies import Flow
-from zero_full.offload.nvme_params import BlockShelf, Buffers
-from zero_full.offload.param_store import Shelf
+from zero_full.offload.nvme_params import BufferPool, NvmeParamStore
+from zero_full.offload.param_store import ParamStore
 from zero_full.offload.spill_file import (
     DAMAGED,
-    LOST,
-    ScratchFile,
+    NAN_BYTE,
+    SpillFile,
     directory_of,
-    page_sums,
-    refuse_more_than_free,
+    page_checksums,
     whole_pages,
 )
-from zero_full.offload.tiers import GONE, HostTier, Owned, Tier
+from zero_full.offload.storage import FileStorage
+from zero_full.offload.tiers import FREED, HostTier, Owned, Tier
 
-log = logging.getLogger("zero_full")
 APART = 64  # bytes: every tensor begins at a multiple of them
-UNREADABLE = "the optimizer's state in {} cannot be read: {}. Go on from a checkpoint, in a new run"
 TensorsOf = Callable[[Any], list[Tensor]]
 
 
@@ -74,13 +72,15 @@ class BlockTier(HostTier):
     def __post_init__(self) -> None:
         """Raise ValueError for options that are out of range or not supported on a disk."""
         if self.ratio != 1:
-            raise ValueError(f"ratio must be 1 where all of the state waits in a file, not {self.ratio!r}")
+            raise ValueError(
+                f"ratio must be 1 for BlockTier, which offloads all of the state, not {self.ratio!r}"
+            )
         if not str(self.path):
-            raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
+            raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path).")
         if self.step_early:
-            raise ValueError("BlockTier cannot step early: what waits on a disk is not in memory twice")
+            raise ValueError("BlockTier cannot step early: that needs the state in memory twice.")
         if self.delay_after is not None:
-            raise ValueError("BlockTier cannot delay updates: state on a disk is in memory for a step only")
+            raise ValueError("BlockTier cannot delay updates: its state is in memory during a step only.")
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
@@ -89,18 +89,20 @@ class BlockTier(HostTier):
         """Elements of parameters that a step copies at a time: at most the buffers' size."""
         return min(Tier.copied_numel, self.buffer_numel)
 
-    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+    def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
         """Return the tier of a run, with its file, buffers and threads."""
-        return OpenBlocks(self, self._file())
+        return OpenNvmeTier(self, self._file())
 
-    def shelf(self, device: torch.device) -> Shelf:
+    def param_store(self, device: torch.device) -> ParamStore:
         """The store of parameter slices, with its own file and threads."""
-        buffers = Buffers(self.buffer_numel, self.pin_memory and device.type != "cpu")
-        return BlockShelf(self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).shelf(device))
+        buffers = BufferPool(self.buffer_numel, self.pin_memory and device.type != "cpu")
+        return NvmeParamStore(
+            self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).param_store(device)
+        )
 
-    def _file(self) -> ScratchFile:
+    def _file(self) -> SpillFile:
         io = BlockIO(self.threads, self.block_bytes, direct=self.direct)
-        return ScratchFile(directory_of(self.path), io)
+        return SpillFile(directory_of(self.path), io)
 
 
 class Block:
@@ -117,23 +119,23 @@ class Block:
         for tensor, inside in zip(tensors, self.inside, strict=True):
             self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
             if not inside:
-                self.size += _apart(tensor.nbytes)
+                self.size += rounded_up(tensor.nbytes, APART)
         self.begin: int | None = None  # first byte in the file; None: not written yet
-        self.sums: Tensor | None = None  # checksums of the bytes in the file
+        self.checksums: Tensor | None = None  # checksums of the bytes in the file
         self.at: list[int] = []  # the tensors' addresses after the last `put`
         self.versions: list[int] = []  # the tensors' versions after the last `put`
         self.rests = False  # whether the tensors are windows into the file
         self.kept: Tensor | None = None  # the bytes in memory, after a failed write
 
     @property
-    def room(self) -> int:
+    def padded_size(self) -> int:
         """Bytes in a buffer and in the file."""
         return bytes_of_block([self.size])
 
     @property
     def space(self) -> tuple[int, int] | None:
         """First byte and size in the file of this block, or of the one that it replaces."""
-        return self.before if self.begin is None else (self.begin, self.room)
+        return self.before if self.begin is None else (self.begin, self.padded_size)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors of the last `put`, at the same addresses."""
@@ -163,15 +165,11 @@ class Block:
 
 def bytes_of_block(sizes: Iterable[int]) -> int:
     """The size of a block of tensors of these sizes, in a buffer and in the file."""
-    return whole_pages(sum(map(_apart, sizes)))
-
-
-def _apart(size: int) -> int:
-    return -(-size // APART) * APART
+    return whole_pages(sum(rounded_up(size, APART) for size in sizes))
 
 
 @dataclass
-class Turn:
+class LoadedPart:
     """A part during a step: each slice's block and window into the buffer."""
 
     part: Sequence[Any]
@@ -180,29 +178,24 @@ class Turn:
     reading: Pending
 
 
-class OpenBlocks(Tier):
+class OpenNvmeTier(FileStorage, Tier):
     """A `BlockTier` in a run. See the notes at the top."""
 
-    apart, kind, moves = True, BlockTier.kind, True
+    is_offloaded, kind, moves, contents = True, BlockTier.kind, True, "the optimizer's state"
 
-    def __init__(self, choice: BlockTier, file: ScratchFile) -> None:
+    def __init__(self, choice: BlockTier, file: SpillFile) -> None:
+        super().__init__(file, ThreadLane("zero_full-blocks"))
         self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
-        self.file, self.directory, self.place = file, file.directory, file.place
-        self.advice = file.advice
-        self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
         self.rooms: dict[int, tuple[int, int]] = {}  # by address: first byte in the file, size
-        self.read_bytes = self.written_bytes = 0
-        self.failure = self.lost = ""
 
     def close(self) -> None:
-        """End threads and file. Tensors at rest stay valid while they are referenced."""
-        self.lane.close()
-        self.file.end()
+        """End threads and file, and free the buffers."""
+        super().close()
         self.buffers.clear()
         self.blocks.clear()
-        self.lost = self.lost or GONE
+        self.lost = self.lost or FREED
 
     def held(self) -> Sequence[Tensor]:
         """The two buffers."""
@@ -212,11 +205,7 @@ class OpenBlocks(Tier):
         """Bytes of blocks read and written by steps. Access at rest, as by a checkpoint, is not counted."""
         return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
 
-    def refuse_too_little(self, need: int) -> None:
-        """Raise OSError if the disk does not have `need` free bytes."""
-        refuse_more_than_free(self.directory, need)
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a window into the file."""
         size = numel * dtype.itemsize
         begin = self.file.take(size)
@@ -234,32 +223,34 @@ class OpenBlocks(Tier):
 
     # A step --------------------------------------------------------------------------------------
 
-    def in_turn(
+    def load_parts(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
     ) -> Generator[Sequence[Owned]]:
         """Yield each part when it is in its buffer. See [Note: two buffers]."""
         try:
-            turn = self._begin(parts[0], tensors_of, 0) if parts else None
+            turn = self._start_read(parts[0], tensors_of, 0) if parts else None
             for number, part in enumerate(parts):
                 assert turn is not None
                 now, later = turn, parts[number + 1 :]
-                self._arrive(now, tensors_of)
+                self._wait_for_read(now, tensors_of)
                 try:
-                    turn = self._begin(later[0], tensors_of, number + 1) if later else None
+                    turn = self._start_read(later[0], tensors_of, number + 1) if later else None
                     yield part
                 finally:
-                    self._leave(now, tensors_of)
+                    self._write_back(now, tensors_of)
         finally:
-            self._settle(parts, tensors_of)
+            self._finish_step(parts, tensors_of)
 
-    def _begin(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> Turn:
+    def _start_read(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> LoadedPart:
         """Queue the read of a part on the lane."""
         blocks = [self._block_of(owned, tensors_of(owned)) for owned in part]
         windows, there = self._windows(number % 2, blocks), list[tuple[Block, Tensor, Tensor | None]]()
         for owned, block, window in zip(part, blocks, windows, strict=True):
             if block.begin is not None and block.kept is None:
-                there.append((block, window, None if block.was_written(tensors_of(owned)) else block.sums))
-        return Turn(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
+                there.append(
+                    (block, window, None if block.was_written(tensors_of(owned)) else block.checksums)
+                )
+        return LoadedPart(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
 
     def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
         """The slice's block; a new one, with nothing in the file, if its tensors have changed."""
@@ -271,11 +262,11 @@ class OpenBlocks(Tier):
 
     def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
         """A window for each block into one of the two buffers, which grows to the largest part."""
-        size = sum(block.room for block in blocks)
+        size = sum(block.padded_size for block in blocks)
         if self.buffers[which].numel() < size:
             self.lane.drain()  # no transfer uses the old buffer
             self.buffers[which] = aligned_empty(size, torch.uint8)
-        return list(self.buffers[which][:size].split([block.room for block in blocks]))
+        return list(self.buffers[which][:size].split([block.padded_size for block in blocks]))
 
     def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
         """Read blocks, and compare checksums where they are known. Runs on the lane."""
@@ -284,46 +275,46 @@ class OpenBlocks(Tier):
             try:
                 self.file.read(window, block.begin).wait()
                 self.read_bytes += window.numel()
-                wrong = "" if sums is None or torch.equal(page_sums(window), sums) else DAMAGED
+                wrong = "" if sums is None or torch.equal(page_checksums(window), sums) else DAMAGED
             except OSError as error:
                 wrong = str(error)
             if wrong:
-                window.fill_(LOST)
-                self.lost = self.lost or UNREADABLE.format(self.directory, wrong)
+                window.fill_(NAN_BYTE)
+                self.on_read_error(wrong)
 
-    def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
+    def _wait_for_read(self, turn: LoadedPart, tensors_of: TensorsOf) -> None:
         """Wait for a part, and make its tensors views of the buffer."""
         turn.reading.wait()
         for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
             if block.kept is None:
                 block.put(tensors_of(owned), window, copy=block.begin is None)
 
-    def _leave(self, turn: Turn, tensors_of: TensorsOf) -> None:
+    def _write_back(self, turn: LoadedPart, tensors_of: TensorsOf) -> None:
         """Begin to write a part, whose tensors become windows into the file."""
         for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
             tensors = tensors_of(owned)
             if not block.is_of(tensors):  # the step has made new tensors
                 block = self.blocks[owned] = Block(tensors, block.space)
-                window = aligned_empty(block.room, torch.uint8)
+                window = aligned_empty(block.padded_size, torch.uint8)
                 block.put(tensors, window, copy=True)
                 _trim()  # the new tensors were many small allocations
             if block.kept is None:
-                self._put_away(block, tensors, window)
+                self._move_to_file(block, tensors, window)
 
-    def _put_away(self, block: Block, tensors: Sequence[Tensor], window: Tensor) -> None:
+    def _move_to_file(self, block: Block, tensors: Sequence[Tensor], window: Tensor) -> None:
         try:
-            if self.failure:
+            if self.write_error:
                 block.kept = window.clone()
                 return
             if block.begin is None:
-                block.begin = self.file.take(block.room)
+                block.begin = self.file.take(block.padded_size)
                 if block.before is not None:
                     self.file.give_back(*block.before)
         except OSError as error:
             block.kept = window.clone()
-            self._fail(error)
+            self.on_write_error(error)
             return
-        block.put(tensors, self.file.window(block.begin, block.room))
+        block.put(tensors, self.file.window(block.begin, block.padded_size))
         block.rests = True
         self.lane.submit(partial(self._write, block, window), [], [])
 
@@ -331,24 +322,16 @@ class OpenBlocks(Tier):
         """Write a block to the file, or keep it after a failed write. Runs on the lane."""
         assert block.begin is not None
         try:
-            if not self.failure:
-                block.sums = page_sums(window)
+            if not self.write_error:
+                block.checksums = page_checksums(window)
                 self.file.write(window, block.begin).wait()
                 self.written_bytes += window.numel()
         except OSError as error:
-            self._fail(error)
-        if self.failure:
+            self.on_write_error(error)
+        if self.write_error:
             block.kept = window.clone()
 
-    def _fail(self, error: OSError) -> None:
-        self.failure = (
-            f"the optimizer's state cannot be written to {self.directory}: {error}. It stays in memory, and "
-            "the step was finished: save a checkpoint now, after zero_grad, and go on from it with a disk "
-            "that can be written"
-        )
-        log.error("%s", self.failure)
-
-    def _settle(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
+    def _finish_step(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
         """End a step: all tensors are at rest, or kept in memory."""
         self.lane.drain()
         for owned in (owned for part in parts for owned in part):
@@ -358,12 +341,12 @@ class OpenBlocks(Tier):
             if block.kept is not None:
                 block.put(tensors, block.kept)
             elif not block.rests and block.is_of(tensors):  # the step was interrupted
-                self._take_out(owned, tensors, block)
+                self._copy_out(owned, tensors, block)
 
-    def _take_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
+    def _copy_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
         """Copy tensors out of a buffer that will be reused. Their bytes in the file are obsolete."""
         block = self.blocks[owned] = Block(tensors, block.space)
-        block.put(tensors, aligned_empty(block.room, torch.uint8), copy=True)
+        block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
 
 
 def _trim() -> None:

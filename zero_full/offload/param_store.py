@@ -1,7 +1,7 @@
 """Storage of this rank's parameter slices at stage 3, between their gathers.
 
-    on the device    beside the model: a `Shelf`
-    on the host      page-locked if wanted: a `HostShelf`
+    on the device    beside the model: a `ParamStore`
+    on the host      page-locked if wanted: a `HostParamStore`
     in a file        prefetched before their use: `nvme_params.py`
 
 [Note: slices at rest] `values` is a slice at rest as a tensor, wherever it is stored. So code that reads or
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from zero_full.offload.arena import Arena
+from zero_full.offload.storage import Storage
 
 
-class Slice:
+class ParamSlice:
     """One rank's slice of a flat buffer, in device memory. See [Note: slices at rest]."""
 
-    apart = False  # whether it is stored off the device
+    is_offloaded = False  # whether it is stored off the device
     kind = "parameters"  # the name of its bytes in reports
 
     values: Tensor  # the slice at rest, to be read or written now
@@ -32,8 +33,8 @@ class Slice:
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
-    def begin(self, ahead: bool = False) -> bool:
-        """Prefetch the slice for a gather. Returns False if there is no room, which `ahead` allows."""
+    def start_read(self, optional: bool = False) -> bool:
+        """Prefetch the slice for a gather. Returns False if there is no room, which `optional` allows."""
         return True
 
     def copy_to(self, place: Tensor) -> None:
@@ -50,10 +51,10 @@ class Slice:
             self.values.copy_(updated)
 
 
-class SliceOnHost(Slice):
+class HostParamSlice(ParamSlice):
     """A slice in host memory, which is copied to the device without waiting for it."""
 
-    apart, kind = True, "host"
+    is_offloaded, kind = True, "host"
 
     def __init__(self, values: Tensor, arena: Arena) -> None:
         """`arena`: the memory of `values`."""
@@ -75,55 +76,41 @@ class SliceOnHost(Slice):
             self.copied = torch.accelerator.current_stream(place.device).record_event()
 
 
-class Shelf:
+class ParamStore(Storage):
     """The store of slices on the model's device, and the base of the others."""
 
-    apart = False  # whether slices are stored off the device
-    can_lose = False  # whether `lost` may ever be set
-    reach = sys.maxsize  # elements of slices that may be prefetched at a time
-    place = ""  # the disk of this host that it uses
-    advice = ""  # a hint for the user about this choice
-    failure = ""  # the reason why no further step can be taken
-    lost = ""  # the message about parameters that could not be read
+    is_offloaded = False  # whether slices are stored off the device
+    can_fail = False  # whether `lost` may ever be set
+    prefetch_numel = sys.maxsize  # elements of slices that may be prefetched at a time
 
-    def of(self, numel: int) -> "Shelf":
+    def of(self, numel: int) -> "ParamStore":
         """The store for a slice of `numel` elements. Call it once for each slice."""
         return self
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
         """The names in reports of slices of these sizes, in this order."""
-        return [Slice.kind] * len(numels)
+        return [ParamSlice.kind] * len(numels)
 
-    def moved(self) -> dict[str, int]:
-        """Bytes moved so far between memory and disk, by direction."""
-        return {}
-
-    def put(self, values: Tensor) -> Slice:
+    def add(self, values: Tensor) -> ParamSlice:
         """Store a copy of these values."""
-        return Slice(values.clone())
+        return ParamSlice(values.clone())
 
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
+    def add_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> ParamSlice:
         """Store zeros."""
-        return Slice(torch.zeros(numel, dtype=dtype, device=device))
+        return ParamSlice(torch.zeros(numel, dtype=dtype, device=device))
 
-    def give_up_ahead(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Drop prefetched slices that were not used."""
 
-    def refuse_too_little(self, need: int) -> None:
-        """Raise OSError if `need` bytes, of all ranks of this host, do not fit in `place`."""
 
-    def close(self) -> None:
-        """Close files and threads."""
-
-
-class ShelfBehindMemory(Shelf):
+class MemoryFirstStore(ParamStore):
     """A store that keeps the first slices in memory and the others on a disk."""
 
-    def __init__(self, memory_numel: int, in_memory: Shelf) -> None:
+    def __init__(self, memory_numel: int, in_memory: ParamStore) -> None:
         """`in_memory`: the store of the first slices, up to `memory_numel` elements together."""
         self.left, self.in_memory = memory_numel, in_memory
 
-    def of(self, numel: int) -> Shelf:
+    def of(self, numel: int) -> ParamStore:
         """The store in memory while there is room, then this one."""
         if numel > self.left:
             return self
@@ -139,10 +126,10 @@ class ShelfBehindMemory(Shelf):
         return found
 
 
-class HostShelf(Shelf):
+class HostParamStore(ParamStore):
     """The store in host memory, for a model on an accelerator."""
 
-    apart = True
+    is_offloaded = True
 
     def __init__(self, cudart: Any = None) -> None:
         """`cudart`: the CUDA runtime that page-locks each slice, at its exact size; None: pageable."""
@@ -151,20 +138,20 @@ class HostShelf(Shelf):
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
         """The names in reports: "host" for all slices."""
-        return [SliceOnHost.kind] * len(numels)
+        return [HostParamSlice.kind] * len(numels)
 
-    def put(self, values: Tensor) -> Slice:
+    def add(self, values: Tensor) -> ParamSlice:
         """Store a copy on the host."""
-        slice_ = self.reserve(values.numel(), values.dtype, values.device)
+        slice_ = self.add_zeros(values.numel(), values.dtype, values.device)
         slice_.values.copy_(values)
         return slice_
 
-    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
+    def add_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> ParamSlice:
         """Store zeros on the host."""
         arena = Arena([numel * dtype.itemsize], self.cudart)
         self.arenas.add(arena)
         values = arena.take(numel, dtype)
-        return SliceOnHost(torch.zeros(0, dtype=dtype) if values is None else values, arena)
+        return HostParamSlice(torch.zeros(0, dtype=dtype) if values is None else values, arena)
 
     def close(self) -> None:
         """End the page-locking. Slices stay valid while they are referenced."""

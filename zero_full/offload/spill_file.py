@@ -20,24 +20,25 @@ from torch import Tensor
 
 from zero_full.formatting import human
 from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
-from zero_full.offload.limits import limits_here
+from zero_full.layout.flat import rounded_up
+from zero_full.offload.limits import memory_limits
 
 DAMAGED = (
-    "the bytes in the file are not what was written: the disk is faulty, or they were written through "
-    "`.data` or numpy, which is not noticed (write to the tensors themselves)"
+    "the bytes in the file are not those that were written. Either the disk is faulty, or they were "
+    "changed through `.data` or numpy, which torch does not notice (write to the tensors themselves)"
 )
-IN_MEMORY = (
-    "nvme_path: {} is in this host's memory (tmpfs), so what waits there takes as much of that as with the "
-    'device "cpu", and more time: give a directory on a disk'
+TMPFS_ADVICE = (
+    "nvme_path: {} is in this host's memory (tmpfs), so offload there saves no memory over the device "
+    '"cpu" and takes longer. Give a directory on a disk.'
 )
-MEMORY = (0x01021994, 0x858458F6)  # tmpfs and ramfs, as in linux/magic.h
-LOST = 0xFF  # a byte that, repeated, is NaN in every floating-point dtype
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs and ramfs, as in linux/magic.h
+NAN_BYTE = 0xFF  # a byte that, repeated, is NaN in every floating-point dtype
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
 
 def whole_pages(size: int) -> int:
     """Round bytes up to whole pages."""
-    return -(-size // PAGE) * PAGE
+    return rounded_up(size, PAGE)
 
 
 def free_bytes(directory: Path) -> int:
@@ -45,58 +46,60 @@ def free_bytes(directory: Path) -> int:
     found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
     # A file system in memory reports half of all memory, also if less is free.
-    return min([free, *(limit.free for limit in limits_here(""))]) if is_in_memory(directory) else free
+    return min([free, *(limit.free for limit in memory_limits(""))]) if is_in_memory(directory) else free
 
 
 def is_in_memory(directory: Path) -> bool:
     """Whether the directory's file system is in the host's memory."""
     found = (ctypes.c_long * 64)()  # begins with the kind of file system
     known = ctypes.CDLL(None).statfs(os.fsencode(directory), found) == 0
-    return known and int(found[0]) in MEMORY
+    return known and int(found[0]) in MEMORY_FILE_SYSTEMS
 
 
 def directory_of(path: str | Path) -> Path:
     """The directory for a path with `~`. ValueError for an unexpanded variable or an unknown user."""
     if "$" in str(path) and not Path(path).exists():
-        raise ValueError(f"nvme_path: {path} has a variable in it, which is not expanded: give the directory")
+        raise ValueError(
+            f"nvme_path: {path} has a variable in it, which is not expanded. Give the directory."
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"nvme_path: {path} cannot be found: {error} Give the directory") from error
+        raise ValueError(f"nvme_path: {path} cannot be found: {error} Give the directory.") from error
 
 
-def refuse_here(directory: Path) -> None:
+def check_proc(directory: Path) -> None:
     """Raise OSError on systems where an unnamed file cannot be reopened."""
     if not Path("/proc/self/fd").is_dir():
-        raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
+        raise OSError(f"nvme_path: {directory}: offload to a file needs /proc, which only Linux has.")
 
 
-def refuse_more_than_free(directory: Path, need: int) -> None:
+def check_disk_space(directory: Path, need: int) -> None:
     """Raise OSError if the disk does not have `need` free bytes for the ranks of this host."""
-    refuse_here(directory)
+    check_proc(directory)
     free = free_bytes(directory)
     if need > free:
         raise OSError(
-            f"nvme_path: {directory} has {human(free)} free, and what waits on that disk (offload_optimizer, "
-            f"offload_param) of this host's ranks needs {human(need)}: give a larger disk, or use more hosts"
+            f"nvme_path: {directory} has {human(free)} free, but offload of this host's ranks to that disk "
+            f"(offload_optimizer, offload_param) needs {human(need)}. Give a larger disk, or use more hosts."
         )
 
 
-def page_sums(memory: Tensor) -> Tensor:
+def page_checksums(memory: Tensor) -> Tensor:
     """A checksum of each page: the sum of its 64-bit words."""
     return memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
 
 
-class ScratchFile:
+class SpillFile:
     """An unnamed file, with its space and its threads. See the top of this module."""
 
     def __init__(self, directory: Path, io: BlockIO) -> None:
         """`io`: the threads of this file, which `end` closes."""
-        refuse_here(directory)
+        check_proc(directory)
         self.directory, self.io, self.size = directory, io, 0
-        file = _nameless(directory)
-        self.place = str(os.fstat(file).st_dev)  # the disk of this host
-        self.advice = IN_MEMORY.format(directory) if is_in_memory(directory) else ""
+        file = _open_unnamed(directory)
+        self.disk_id = str(os.fstat(file).st_dev)  # the disk of this host
+        self.advice = TMPFS_ADVICE.format(directory) if is_in_memory(directory) else ""
         self.path = f"/proc/self/fd/{file}"
         self._file, self._windows = file, dict[int, Tensor]()  # by their first byte
         self.close = weakref.finalize(self, os.close, file)
@@ -116,8 +119,8 @@ class ScratchFile:
             free = free_bytes(self.directory) if self.directory.exists() else 0
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {size} more bytes are needed for state that waits on disk, of which this "
-                f"rank has {self.size} already, and {free} are free",
+                f"{error.strerror}: {size} more bytes are needed for offload to this disk, where this rank "
+                f"has {self.size} already and {free} are free",
                 str(self.directory),
             ) from error
         self.size += max(size, PAGE)
@@ -146,7 +149,7 @@ class ScratchFile:
         return self.io.read(self.path, tensor, begin, after)
 
 
-def _nameless(directory: Path) -> int:
+def _open_unnamed(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
@@ -155,8 +158,8 @@ def _nameless(directory: Path) -> int:
         why = error.strerror if isinstance(error, OSError) else error
         raise OSError(
             getattr(error, "errno", None),
-            f"nvme_path: no file can be made in {str(directory)!r} ({why}): give a directory on a fast disk, "
-            "in which this process may write",
+            f"nvme_path: no file can be made in {str(directory)!r} ({why}). Give a directory on a fast disk, "
+            "in which this process may write.",
         ) from error
     return file
 
@@ -173,7 +176,9 @@ def _mapped(file: int, begin: int, size: int) -> Tensor:
     place = system.mmap(None, ctypes.c_size_t(whole), *flags, file, ctypes.c_int64(begin - lead))
     if place in (None, ctypes.c_void_p(-1).value):
         error = ctypes.get_errno()
-        raise OSError(error, f"{os.strerror(error)}: {size} bytes of a file cannot be mapped into memory")
+        raise OSError(
+            error, f"{os.strerror(error)}: {size} bytes of a spill file cannot be mapped into memory"
+        )
     memory = (ctypes.c_uint8 * whole).from_address(place)
     weakref.finalize(memory, _unmap, place, whole).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)[lead:]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of
-from zero_full.comm.lane import Inline
+from zero_full.comm.lane import InlineLane
 from zero_full.kernels.files import PAGE
-from zero_full.offload import BlockTier, Flow, HostTier, Shelf, Slice, Tier
+from zero_full.offload import BlockTier, Flow, HostTier, ParamSlice, ParamStore, Tier
 from zero_full.offload.arena import Places
 from zero_full.offload.nvme_state import bytes_of_block
-from zero_full.offload.param_store import ShelfBehindMemory
+from zero_full.offload.param_store import MemoryFirstStore
 from zero_full.offload.spill_file import whole_pages
 from zero_full.plan.memory_tracker import MemoryTracker
 
@@ -57,11 +57,11 @@ class FakeHostTier(HostTier):
         """Return the host-device copies of the planned device, which complete immediately."""
         if self.planned.type == "cpu":
             return None
-        return Flow(self.room, device, (FakeCopier(), FakeCopier()), sums, lambda name: Inline())
+        return Flow(self.room, device, (FakeCopier(), FakeCopier()), sums, lambda name: InlineLane())
 
-    def shelf(self, device: torch.device) -> Shelf:
+    def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store; for a plan on a CPU, the model's own memory."""
-        return Shelf() if self.planned.type == "cpu" else FakeHostShelf(self.locks(self.planned))
+        return ParamStore() if self.planned.type == "cpu" else FakeHostShelf(self.locks(self.planned))
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class FakeBlockTier(FakeHostTier, BlockTier):
         parts = [sum(part) for part in self.blocks]
         return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
 
-    def shelf(self, device: torch.device) -> Shelf:
+    def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store in a spill file."""
-        return FakeFileShelf(self, super().shelf(device))
+        return FakeFileShelf(self, super().param_store(device))
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
@@ -113,39 +113,39 @@ class FakeCopier:
         """Do nothing: the tensors have no values."""
 
 
-class FakeSlice(Slice):
+class FakeSlice(ParamSlice):
     """A parameter slice in fake host memory, on the meta device."""
 
-    apart, kind = True, "host"
+    is_offloaded, kind = True, "host"
 
     def fetch(self, device: torch.device) -> Tensor:
         """Return a copy, as a host-to-device copy would."""
         return self.values.clone()
 
 
-class FakeHostShelf(Shelf):
+class FakeHostShelf(ParamStore):
     """Fake store of parameter slices in host memory."""
 
-    apart = True
+    is_offloaded = True
 
     def __init__(self, locks: bool) -> None:
         self.locks, self.locked = locks, 0  # bytes
 
-    def put(self, values: Tensor) -> Slice:
+    def put(self, values: Tensor) -> ParamSlice:
         """Store a slice without allocating memory."""
         self.locked += Places([values.nbytes]).size if self.locks else 0
         return FakeSlice(torch.empty_like(values))
 
 
-class FakeFileShelf(ShelfBehindMemory):
+class FakeFileShelf(MemoryFirstStore):
     """Fake store of parameter slices in a spill file.
 
     It takes staging buffers in the same order as a real run, so that their peak is known.
     """
 
-    apart = can_lose = True
+    is_offloaded = can_fail = True
 
-    def __init__(self, tier: FakeBlockTier, in_memory: Shelf) -> None:
+    def __init__(self, tier: FakeBlockTier, in_memory: ParamStore) -> None:
         super().__init__(tier.memory_numel, in_memory)
         self.reach, self.tracker, self.planned = tier.buffer_numel, tier.tracker, tier.planned
         self.locks = tier.locks(tier.planned)  # staging buffers are page-locked
@@ -154,7 +154,7 @@ class FakeFileShelf(ShelfBehindMemory):
         self.ahead: list[FakeFileSlice] = []  # prefetched slices, not used yet
         self.buffers = 0  # peak bytes of staging buffers
 
-    def put(self, values: Tensor) -> Slice:
+    def put(self, values: Tensor) -> ParamSlice:
         """Store a slice in the file."""
         made = FakeFileSlice(self, torch.empty_like(values))
         self.disk += made.room
@@ -165,12 +165,12 @@ class FakeFileShelf(ShelfBehindMemory):
         if sum(each.numel for each in self.used) + slice_.numel > self.reach:
             if ahead:
                 return False
-            self.give_up_ahead()
+            self.cancel_prefetches()
         self.used.append(slice_)
         self.buffers = max(self.buffers, sum(each.room + PAGE for each in self.used))
         return True
 
-    def give_up_ahead(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Release the buffers of prefetched slices that were not used."""
         for slice_ in self.ahead:
             self.used.remove(slice_)
@@ -182,51 +182,51 @@ class FakeFileSlice(FakeSlice):
 
     kind = "disk"
 
-    def __init__(self, shelf: FakeFileShelf, values: Tensor) -> None:
+    def __init__(self, param_store: FakeFileShelf, values: Tensor) -> None:
         super().__init__(values)
-        self.shelf, self.room = shelf, max(whole_pages(values.nbytes), PAGE)
+        self.param_store, self.room = param_store, max(whole_pages(values.nbytes), PAGE)
         self.numel = self.room // values.itemsize
 
     def begin(self, ahead: bool = False) -> bool:
         """Begin to read: take a staging buffer. `ahead`: as a prefetch. Returns False without a buffer."""
-        if self not in self.shelf.used:
-            if not self.shelf.take(self, ahead):
+        if self not in self.param_store.used:
+            if not self.param_store.take(self, ahead):
                 return False
             if ahead:
-                self.shelf.ahead.append(self)
-        if not ahead and self in self.shelf.ahead:
-            self.shelf.ahead.remove(self)
+                self.param_store.ahead.append(self)
+        if not ahead and self in self.param_store.ahead:
+            self.param_store.ahead.remove(self)
         return True
 
     def copy_to(self, place: Tensor) -> None:
         """Read the slice, copy it, and release the buffer."""
         self._read()
-        self.shelf.used.remove(self)
+        self.param_store.used.remove(self)
         super().copy_to(place)
 
     def _read(self) -> None:
         self.begin()
-        self.shelf.read += self.room
+        self.param_store.read += self.room
 
     def fetch(self, device: torch.device) -> Tensor:
         """Read the slice and return it on the device: on a CPU, the staging buffer itself."""
         self._read()
-        tracker = self.shelf.tracker
-        with tracker.counting(None if self.shelf.planned.type == "cpu" else tracker.kind):
+        tracker = self.param_store.tracker
+        with tracker.counting(None if self.param_store.planned.type == "cpu" else tracker.kind):
             return super().fetch(device)
 
     def update(self, updated: Tensor) -> None:
         """Write new values to the file from a staging buffer."""
         if updated is not self.values:
             self.begin()
-            self.shelf.written += self.room
-        if self in self.shelf.used:
-            self.shelf.used.remove(self)
+            self.param_store.written += self.room
+        if self in self.param_store.used:
+            self.param_store.used.remove(self)
         super().update(updated)
 
 
-def page_locked(shelf: Shelf) -> int:
+def page_locked(param_store: ParamStore) -> int:
     """Return the page-locked bytes of slices and staging buffers."""
-    if isinstance(shelf, FakeFileShelf):
-        return page_locked(shelf.in_memory) + (shelf.buffers if shelf.locks else 0)
-    return shelf.locked if isinstance(shelf, FakeHostShelf) else 0
+    if isinstance(param_store, FakeFileShelf):
+        return page_locked(param_store.in_memory) + (param_store.buffers if param_store.locks else 0)
+    return param_store.locked if isinstance(param_store, FakeHostShelf) else 0

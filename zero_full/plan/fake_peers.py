@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.lane import Lane
 from zero_full.optim.step import Piece, Whole, WholeRule
 from zero_full.plan.memory_tracker import MemoryTracker
@@ -54,7 +54,7 @@ class FakePeers(PartPeers):
         """`sent`: bytes sent by each rank, to which this adds."""
         super().__init__(part, used, lane, owners)
         self.tracker, self.sent = tracker, sent
-        self.kind = None if any(group.master.tier.apart for group in part) else "update"
+        self.kind = None if any(group.master.tier.is_offloaded for group in part) else "update"
 
     def travel(
         self, rounds: Sequence[Round], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
@@ -65,7 +65,7 @@ class FakePeers(PartPeers):
             fake = FakeRule(rule, self.tracker, self.kind, is_first=True)
             super().travel(rounds, ranks, fake, mine)
             if other != ranks.rank:
-                by = Communicator(PretendedGroup(ranks.ranks, ranks.ranks[other]), ranks.device)
+                by = Communicator(FakeGroup(ranks.ranks, ranks.ranks[other]), ranks.device)
                 fake = FakeRule(rule, self.tracker, self.kind, is_first=False)
                 super().travel(rounds, by, fake, _pieces_of(rounds, other))
         sent = self.sent.setdefault(ranks, [0] * ranks.size)

@@ -3,7 +3,7 @@
 `assemble` composes the run, so that sharding, hooks, buckets, collectives and the optimizer are real. Three
 parts are replaced: the model by its copy on the meta device (`meta_model.py`), process groups by fake ones
 whose collectives do nothing (`comm/fake_ranks.py`), and offload by tiers that only count (`fake_offload.py`).
-The lane completes reductions and gathers as late as possible (`Late` in `comm/lane.py`).
+The lane completes reductions and gathers as late as possible (`LazyLane` in `comm/lane.py`).
 
 [Note: the rank that holds most] The first rank is simulated. All ranks hold shards of the same size. They
 differ in three ways: in the padding within a shard, which has no optimizer state; in the state per element,
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from zero_full.assemble import Prepared, assemble
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.fake_ranks import PretendedGroup
-from zero_full.comm.ledger import Traffic
-from zero_full.comm.shared import HALF, window_of
+from zero_full.comm.fake_ranks import FakeGroup
+from zero_full.comm.shared_memory import HALF, window_of
 from zero_full.comm.topology import Topology
+from zero_full.comm.traffic import Traffic
 from zero_full.config import Config, Resolved
 from zero_full.config.schema import OptimizerConfig
 from zero_full.construct import Deferred
@@ -71,9 +71,9 @@ class Cluster:
     def topology(self, config: Config) -> Topology:
         """Return fake process groups of the first rank."""
         ranks, size = range(self.world), self.experts
-        topology = Topology(data=PretendedGroup(ranks, 0))
+        topology = Topology(data=FakeGroup(ranks, 0))
         if size is not None:
-            different, same = PretendedGroup(ranks[:size], 0), PretendedGroup(ranks[::size], 0)
+            different, same = FakeGroup(ranks[:size], 0), FakeGroup(ranks[::size], 0)
             topology = replace(topology, expert=different, expert_data=same)
         shard_ranks = shard_ranks_of(config, self.world)
         return topology if shard_ranks is None else topology.with_sub_groups(shard_ranks)
@@ -94,7 +94,7 @@ class Simulation:
         base = self._base()
         with _silent():
             self.optimizer = self._assembled(base)
-            self.traffic, self.shelf = self.optimizer.groups.traffic, self.optimizer.parts.shelf
+            self.traffic, self.param_store = self.optimizer.groups.traffic, self.optimizer.parts.param_store
             self.engine = Engine(self.model, self.optimizer, resolved, CPU)
             with self.tracker:
                 if self.optimizer.parts.sites:
@@ -138,10 +138,10 @@ class Simulation:
         for flat in made.parts.flats:
             flat.gather_slices = counting("gathered")(flat.gather_slices)
         for group in made.trained:
-            if group.master.tier.apart:
+            if group.master.tier.is_offloaded:
                 group.master.fetch = counting(None)(group.master.fetch)  # type: ignore[method-assign]
         steppers = made.steppers
-        stepped_on = {CPU if group.master.tier.apart else self.planned for group in made.trained}
+        stepped_on = {CPU if group.master.tier.is_offloaded else self.planned for group in made.trained}
         steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, stepped_on))
         steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank)
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
@@ -193,7 +193,11 @@ class Simulation:
 
     def _file_traffic(self) -> tuple[int, int]:
         """Return the bytes of parameters read from the spill file and written to it so far."""
-        return (self.shelf.read, self.shelf.written) if isinstance(self.shelf, FakeFileShelf) else (0, 0)
+        return (
+            (self.param_store.read, self.param_store.written)
+            if isinstance(self.param_store, FakeFileShelf)
+            else (0, 0)
+        )
 
     def _step(self, micro_batches: int) -> int:
         """Run a whole step and return the bytes sent in it."""
@@ -235,16 +239,16 @@ class Simulation:
         whole = [p for p in self.model.parameters() if p not in self.optimizer.parts.places]
         host, owned = (bytes_behind(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
         masters = (group.master for group in self.optimizer.trained)
-        master = bytes_behind(m.values for m in masters if m.is_separate and not m.tier.apart)
+        master = bytes_behind(m.values for m in masters if m.is_separate and not m.tier.is_offloaded)
         return {
             "parameters": bytes_behind([*self.holdings["parameters"], *whole]),
             "buffers": bytes_behind(self.model.buffers()),
             "gradients": bytes_behind(self.holdings["gradients"]),
             "master": master,
-            "moments": owned - master + self._excess(self._state_by_rank(apart=False)),
+            "moments": owned - master + self._excess(self._state_by_rank(is_offloaded=False)),
             "communication": self._windows(),
-            **self._offloaded(host, self._excess(self._state_by_rank(apart=True))),
-            "pinned": self.pinned + page_locked(self.shelf),
+            **self._offloaded(host, self._excess(self._state_by_rank(is_offloaded=True))),
+            "pinned": self.pinned + page_locked(self.param_store),
             **self.copied,
             "saved": self._saved(),
         }
@@ -259,10 +263,10 @@ class Simulation:
             host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
         else:
             host += excess + self.early + self.aside
-        shelf = self.shelf if isinstance(self.shelf, FakeFileShelf) else None
+        param_store = self.param_store if isinstance(self.param_store, FakeFileShelf) else None
         return {
-            "host": host + (shelf.buffers if shelf else 0),
-            "disk": state + (shelf.disk if shelf else 0),
+            "host": host + (param_store.buffers if param_store else 0),
+            "disk": state + (param_store.disk if param_store else 0),
             "read": state + self.parameters_read,
             "written": state + self.parameters_written,
         }
@@ -271,12 +275,14 @@ class Simulation:
         taken = Taken(self.model, self.optimizer, exclude_frozen=False)
         return saved_bytes(taken, self.optimizer, self.cluster.experts or 1)
 
-    def _state_by_rank(self, apart: bool) -> dict[Communicator, list[int]]:
-        """Return each rank's bytes of optimizer state, offloaded (`apart`) or not, by communicator."""
+    def _state_by_rank(self, is_offloaded: bool) -> dict[Communicator, list[int]]:
+        """Return each rank's bytes of optimizer state, offloaded (`is_offloaded`) or not, by communicator."""
         base, dtypes = self.optimizer.base, self.optimizer.settings.dtypes
         per_element = dict[tuple[int, torch.dtype], int]()
         by_rank = dict[Communicator, list[int]]()
-        for group in (each for each in self.optimizer.trained if each.master.tier.apart is apart):
+        for group in (
+            each for each in self.optimizer.trained if each.master.tier.is_offloaded is is_offloaded
+        ):
             ranks = by_rank.setdefault(group.ranks, [0] * group.ranks.size)
             for member in group.members if not group.asleep else ():
                 kind = member.group, group.master.values.dtype

@@ -209,9 +209,9 @@ def init_distributed(
         _set_up_process(launched, dist_backend, verbose)
         rank, world_size = launched.rank, launched.world_size
     _connect(dist_backend, method, timeout, rank, world_size)
-    from zero_full.comm.forked import only_here
+    from zero_full.comm.fork_safety import in_this_process_only
 
-    atexit.register(only_here(_tear_down))
+    atexit.register(in_this_process_only(_tear_down))
 
 
 def _from_arguments(rank: int, world_size: int, method: str) -> LaunchedRank | None:
@@ -263,12 +263,12 @@ def _connect(backend: str | None, method: str, timeout: timedelta | None, rank: 
 
     from zero_full._compat import prefix_store
     from zero_full.comm.devices import ON_CPU
-    from zero_full.comm.fresh_store import fresh_part
+    from zero_full.comm.fresh_store import fresh_prefix
 
     options = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(rendezvous(method, rank, world_size, **options))
     if method.startswith("env:") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = fresh_part(store, rank, world_size)
+        store = fresh_prefix(store, rank, world_size)
     if backend not in ON_CPU and torch.accelerator.is_available():
         backend = _backend_for_devices(store, rank, world_size, backend)
     store = prefix_store("default_pg", store)
@@ -286,26 +286,27 @@ def _backend_for_devices(store: Any, rank: int, world_size: int, requested: str 
     import torch
 
     from zero_full._compat import prefix_store
-    from zero_full.comm.devices import own_accelerator, shared_among, told
+    from zero_full.comm.devices import describe_shared, own_accelerator, shared_devices
 
     device = own_accelerator()
-    shared = shared_among(prefix_store("zero_full/devices", store), range(world_size), rank, device)
+    shared = shared_devices(prefix_store("zero_full/devices", store), range(world_size), rank, device)
     if not shared or (requested is not None and f"{device.type}:gloo" in requested.split(",")):
         return requested
     if requested is not None:
         raise LaunchError(
-            f"{told(shared)}, but {requested} needs one for each rank. Omit dist_backend, which stages "
-            "shards in host memory, or start no more processes on a host than it has devices"
+            f"{describe_shared(shared)}, but {requested} needs one for each rank. Omit dist_backend, which "
+            "stages shards in host memory, or start no more processes on a host than it has devices"
         )
     if not os.environ.get("LOCAL_RANK") and torch.accelerator.device_count() > 1:
         raise LaunchError(
-            f"{told(shared)}, though {torch.accelerator.device_count()} are visible, because LOCAL_RANK is "
-            "not set. Set it to each process's rank on its host, or call torch.accelerator.set_device_index "
-            "first"
+            f"{describe_shared(shared)}, though {torch.accelerator.device_count()} are visible, because "
+            "LOCAL_RANK is not set. Set it to each process's rank on its host, or call "
+            "torch.accelerator.set_device_index first"
         )
     if rank == 0:
         log.warning(
-            "%s, but NCCL needs one for each rank: shards are staged in host memory (gloo)", told(shared)
+            "%s, but NCCL needs one for each rank: shards are staged in host memory (gloo)",
+            describe_shared(shared),
         )
     return f"cpu:gloo,{device.type}:gloo"
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_full._compat import backend_of, default_store, prefix_store
-from zero_full.comm.devices import shared_among, told
-from zero_full.comm.error_dedup import told_once
-from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.devices import describe_shared, shared_devices
+from zero_full.comm.error_dedup import print_once
+from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.errors import CommunicationError, DesyncError, DisagreementError, SharedDeviceError
 from zero_full.formatting import ranks_listed
@@ -31,7 +31,7 @@ SHOWN = 8  # largest number of differences in a message
 
 def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
     """Return the process groups that together reach every rank that has the same parameters."""
-    if isinstance(topology.data, PretendedGroup):
+    if isinstance(topology.data, FakeGroup):
         return []
     if topology.shard is not None and topology.replicate is not None:
         return [topology.shard, topology.replicate]
@@ -105,12 +105,13 @@ def check_shared_devices(topology: Topology, device: torch.device) -> None:
     backend = backend_of(groups_of(topology)[0], device)
     if backend == "gloo":
         return
-    shared = shared_among(_store_of_call("devices", ranks), ranks, this_rank(), device)
+    shared = shared_devices(_store_of_call("devices", ranks), ranks, this_rank(), device)
     if shared:
         raise SharedDeviceError(
-            f"{told(shared)}, but {backend} needs one for each rank. Call zero_full.init_distributed() "
-            "instead of torch.distributed.init_process_group: then ranks that share a device stage shards in "
-            "host memory. Or give each rank its own device: torch.accelerator.set_device_index(...)"
+            f"{describe_shared(shared)}, but {backend} needs one for each rank. Call "
+            "zero_full.init_distributed() instead of torch.distributed.init_process_group: then ranks that "
+            "share a device stage shards in host memory. Or give each rank its own device: "
+            "torch.accelerator.set_device_index(...)"
         )
 
 
@@ -128,7 +129,7 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     if failures:
         rank, first_text = next(iter(failures.items()))
         own_error = failure or RuntimeError(f"initialize failed on rank {rank}: {first_text}")
-        raise told_once(own_error, _ranks_with(text or first_text, failures, members_of(topology)))
+        raise print_once(own_error, _ranks_with(text or first_text, failures, members_of(topology)))
     return result  # type: ignore[return-value]
 
 
@@ -159,7 +160,7 @@ def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str =
     error = DisagreementError(
         _disagreement(gather_objects(mine, topology), "the ranks were given different arguments:")
     )
-    raise told_once(error, members_of(topology))
+    raise print_once(error, members_of(topology))
 
 
 def _digest(facts: Facts) -> str:

@@ -60,7 +60,7 @@ def check(place: Place) -> None:
 @contextlib.contextmanager
 def late(device: torch.device, seed: int) -> Iterator[None]:
     """Jobs of side streams sleep before and after they work; whoever reads what was released reads NaN."""
-    draws, kind = random.Random(seed), lane.Thread if device.type == "cpu" else lane.Stream
+    draws, kind = random.Random(seed), lane.ThreadLane if device.type == "cpu" else lane.StreamLane
     submit, resize = kind.submit, torch.UntypedStorage.resize_
 
     def nap() -> None:

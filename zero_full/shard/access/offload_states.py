@@ -81,8 +81,8 @@ class OffloadedStates:
         elif kind == "lp_params":
             for part in self.optimizer.parts.flats:
                 part.hide()
-                part.is_offloaded = not part.slice.apart
-                if not part.slice.apart:
+                part.is_offloaded = not part.slice.is_offloaded
+                if not part.slice.is_offloaded:
                     yield part.shard
                 if part.state is GatherState.WHOLE:
                     yield part.full

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import DeviceTier, Flow, Shelf, Tier
+from zero_full.offload import DeviceTier, Flow, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
@@ -40,7 +40,7 @@ class Sharded:
     frozen: list[ParameterGroup]  # at stage 3: parameters of no optimizer group, which are gathered, too
     sites: list[Site]  # modules that gather parameters
     flow: Flow | None = None  # host-device copies of gradients and parameters; None: no offload
-    shelf: Shelf = field(default_factory=Shelf)  # store of the slices of parameters that are gathered for use
+    param_store: ParamStore = field(default_factory=ParamStore)  # slices of gathered parameters
     spares: Spares = field(default_factory=list)  # free gradient buffers, shared by the groups
 
     @property
@@ -101,7 +101,7 @@ def first_share(reduce_order: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
     These are the first ones, with a share of the elements as close to the tier's ratio as possible. Of two
     equally close counts it takes the larger one.
     """
-    if not tier.apart:
+    if not tier.is_offloaded:
         return frozenset()
     sums = list(accumulate((draft.numel for draft in reduce_order), initial=0))
     wanted = tier.ratio * sums[-1]
@@ -119,10 +119,10 @@ class Dealer:
         groups: Groups,
         settings: Settings,
         deferred: Container[Parameter] = (),
-        shelf: Shelf | None = None,
+        param_store: ParamStore | None = None,
     ) -> None:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
-        self.shelf = shelf or Shelf()
+        self.param_store = param_store or ParamStore()
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
         self.flow: Flow | None = None  # see `deal`
         # Frozen parameters in a group may be trained later. Integers cannot, and are left out.
@@ -177,12 +177,12 @@ class Dealer:
         in_order = map(made.__getitem__, drafts.reduce_order)
         trained = [group for group in in_order if isinstance(group, TrainedGroup)]
         frozen = [group for group in made.values() if not isinstance(group, TrainedGroup)]
-        return Sharded(trained, frozen, sites, self.flow, self.shelf, spares)
+        return Sharded(trained, frozen, sites, self.flow, self.param_store, spares)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
         pairs = [self.groups.dense] + ([self.groups.expert] if self.groups.expert is not None else [])
-        if all(pair.shard.size == 1 for pair in pairs) and not self.shelf.apart:
+        if all(pair.shard.size == 1 for pair in pairs) and not self.param_store.is_offloaded:
             return []
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
@@ -218,12 +218,14 @@ class Dealer:
         named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
-        return FlatParameters(members, kind, self._pair(kind), self.settings.dtypes, deferred, self.shelf)
+        return FlatParameters(
+            members, kind, self._pair(kind), self.settings.dtypes, deferred, self.param_store
+        )
 
     def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
-        flow, reduce = self.flow if tier.apart else None, self._pair(flat.kind).reduce
+        flow, reduce = self.flow if tier.is_offloaded else None, self._pair(flat.kind).reduce
         kind = FlatGradients if flow is None else HostGradients
         gradients = kind(flat, settings, divisors, reduce, spares, flow)
         return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, flow))

@@ -128,7 +128,7 @@ class Sizes:
     def released(self, drafts: Drafts) -> tuple[int, int, int]:
         """Return the bytes of parameter slices in host memory, in a file, and of buffers for the file."""
         released = [draft for draft in drafts.everything if draft.kind.released_at_rest]
-        kinds = self.dealer.shelf.kinds([draft.layout.shard for draft in released])
+        kinds = self.dealer.param_store.kinds([draft.layout.shard for draft in released])
         sizes = [draft.layout.shard * self._own(draft).itemsize for draft in released]
         on_host = sum(size for size, kind in zip(sizes, kinds, strict=True) if kind == "host")
         slices = zip(released, sizes, kinds, strict=True)

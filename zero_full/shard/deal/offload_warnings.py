@@ -13,7 +13,7 @@ NEAR = 0.1  # fraction of the state: no warning for a smaller difference from th
 def warn_of_share(drafts: Drafts, settings: Settings) -> None:
     """Warn if the offloaded share of the optimizer's state is far from the requested ratio."""
     asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.reduce_order)
-    if not (settings.tier.apart and everything):
+    if not (settings.tier.is_offloaded and everything):
         return
     away = sum(draft.numel for draft in drafts.offloaded) / everything
     if abs(away - asked) > NEAR:
@@ -30,7 +30,9 @@ def warn_of_share(drafts: Drafts, settings: Settings) -> None:
 def warn_of_parameters(parts: Sharded, settings: Settings) -> None:
     """Warn if no parameter is offloaded although `param_tier` requests it."""
     tier, flats = settings.param_tier, parts.flats
-    if not (tier.apart and parts.shelf.apart) or any(flat.slice.kind == tier.kind for flat in flats):
+    if not (tier.is_offloaded and parts.param_store.is_offloaded) or any(
+        flat.slice.kind == tier.kind for flat in flats
+    ):
         return
     if isinstance(tier, BlockTier) and any(flat.kind.released_at_rest for flat in flats):
         why = (

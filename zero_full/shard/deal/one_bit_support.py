@@ -50,7 +50,7 @@ def one_bit_settings(base: Optimizer, settings: Settings, topology: Topology) ->
         (topology.expert_data is not None, EXPERTS),
         (not settings.average, SUMS),
         (settings.dtypes.low_state, LOW_STATE),
-        (settings.tier.apart, OFFLOAD),
+        (settings.tier.is_offloaded, OFFLOAD),
         (topology.shard is not None, PARTS),
         (wide, WIDE),
     ):

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of, without_overrides
-from zero_full.offload.host_device_copies import Flow, HostSlice
+from zero_full.offload.host_device_copies import Flow, HostGradientSlice
 from zero_full.precision.norms import all_finite
 from zero_full.settings import Settings
 from zero_full.shard.group.grad_placeholder import GradPlaceholder
@@ -53,7 +53,7 @@ Spares = list[Tensor]
 class FlatGradients:
     """A group's gradients on the device: see [Note: a gradient's way]."""
 
-    down: HostSlice | None  # the averaged slice on the host; None: it stays on the device
+    down: HostGradientSlice | None  # the averaged slice on the host; None: it stays on the device
     is_down = False  # the averaged slice is on the host or being copied to it
 
     def __init__(
@@ -73,7 +73,9 @@ class FlatGradients:
         self.windows = self.layout.windows
         self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
-        host = None if flow is None else HostSlice(flow, self.name, self.layout.shard, self.accumulate)
+        host = (
+            None if flow is None else HostGradientSlice(flow, self.name, self.layout.shard, self.accumulate)
+        )
         self.down = host
         self.frees, self.checks_finite = settings.frees_gradients, settings.needs_norm
         alone = self.ranks.size == self.across.size == 1
@@ -339,7 +341,7 @@ class HostGradients(FlatGradients):
     `averaged_slice`, which waits for the copy.
     """
 
-    down: HostSlice
+    down: HostGradientSlice
 
     @property
     def is_down(self) -> bool:  # type: ignore[override]
@@ -348,7 +350,7 @@ class HostGradients(FlatGradients):
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         if not self.frees:
-            self.down.let_go()  # wait: a copy may still read the buffer
+            self.down.wait_until_copied()  # wait: a copy may still read the buffer
         return super()._open(dtype)
 
     def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:

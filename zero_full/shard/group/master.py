@@ -41,7 +41,8 @@ class Master:
         flow: Flow | None = None,
     ) -> None:
         self.parameters, self.gradients, self.tier = parameters, gradients, tier
-        self.flow = None if parameters.slice.apart else flow  # an offloaded slice is copied when gathered
+        # An offloaded slice is copied when it is gathered.
+        self.flow = None if parameters.slice.is_offloaded else flow
         self.dtype = dtypes.master_of(parameters.dtype)
         self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
         self.on_device: Tensor | None = (
@@ -55,9 +56,11 @@ class Master:
         self._set_values(parameters.shard if parameters.kind.asleep else self._master_of(values))
 
     def _master_of(self, values: Tensor) -> Tensor:
-        if self.dtype == self.parameters.dtype and not (self.tier.apart or self.parameters.slice.apart):
+        if self.dtype == self.parameters.dtype and not (
+            self.tier.is_offloaded or self.parameters.slice.is_offloaded
+        ):
             return self.parameters.shard
-        return self.tier.room(values.numel(), self.dtype, self.parameters.kind.device).copy_(values)
+        return self.tier.allocate(values.numel(), self.dtype, self.parameters.kind.device).copy_(values)
 
     def _set_values(self, master: Tensor) -> None:
         """Install a tensor as the master: cut it into pieces, and allocate host memory for its copies."""
@@ -75,7 +78,7 @@ class Master:
         if self.flow is not None and self.is_separate:
             # Without rounding the master itself is sent, unless it is in a file.
             if self.has_copies or self.tier.moves:
-                self.sent = self.flow.room(
+                self.sent = self.flow.allocate(
                     master.numel(), self.parameters.dtype, self.parameters.shard.device
                 )
                 self.staging.append(self.sent)
@@ -113,7 +116,7 @@ class Master:
         if not self.gradients.uses_param_grad:
             gradients = self.gradients.averaged_slice()
             assert gradients is not None
-            if self.tier.apart and not self.gradients.is_down:
+            if self.tier.is_offloaded and not self.gradients.is_down:
                 gradients = self.tier.fetch(gradients)
             if not fuses:
                 gradients = gradients.to(self.dtype)
@@ -133,7 +136,7 @@ class Master:
 
     def read_ahead(self, fuses: bool) -> bool:
         """Begin to read the slice that `fetch` will need. Returns False if there is no free buffer."""
-        return not (fuses and self.has_copies) or self.parameters.slice.begin(ahead=True)
+        return not (fuses and self.has_copies) or self.parameters.slice.start_read(optional=True)
 
     def put_away(self) -> None:
         """Copy the new values to this rank's slice of the parameters, after a step."""
@@ -151,7 +154,7 @@ class Master:
     def show(self, source: Tensor) -> Tensor:
         """Return the master or its state as a flat view for user code, which may keep it and write to it."""
         row = source.detach().reshape(-1)
-        if self.tier.apart:  # such tiers replace the memory in a step: see `show_again`
+        if self.tier.is_offloaded:  # such tiers replace the memory in a step: see `show_again`
             self.shown = [(kept, of) for kept, of in self.shown if kept() is not None]
             self.shown.append((ref(row), source))
         return row

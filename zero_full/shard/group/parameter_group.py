@@ -100,7 +100,7 @@ def holdings(
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [group.master for group in trained]
     separate = [master.values for master in masters if master.is_separate]
-    kind = next((master.tier.kind for master in masters if master.tier.apart), "optimizer")
+    kind = next((master.tier.kind for master in masters if master.tier.is_offloaded), "optimizer")
     offloaded = set(offloaded_ids(trained, states))
     tensors = [*separate, *(t for t in state if t.dim()), *beside]
     here, in_tier = ([t for t in tensors if (id(t) in offloaded) is away] for away in (False, True))
@@ -109,8 +109,8 @@ def holdings(
     flats = [group.parameters for group in groups]
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
-    any_offloaded = any(master.tier.apart for master in masters)
-    all_offloaded = bool(masters) and all(master.tier.apart for master in masters)
+    any_offloaded = any(master.tier.is_offloaded for master in masters)
+    all_offloaded = bool(masters) and all(master.tier.is_offloaded for master in masters)
     found = {
         "parameters": whole + copies,
         "gradients": [tensor for group in trained for tensor in group.gradients.device_memory()],
@@ -126,6 +126,6 @@ def holdings(
 
 def offloaded_ids(trained: Iterable[TrainedGroup], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
     """Yield the ids of masters and state tensors that are offloaded."""
-    for master in (group.master for group in trained if group.master.tier.apart):
+    for master in (group.master for group in trained if group.master.tier.is_offloaded):
         yield id(master.values)
         yield from (id(v) for p in master.pieces.values() for v in states.get(p.master, {}).values())

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
-from zero_full.offload import Shelf, Slice
+from zero_full.offload import ParamSlice, ParamStore
 from zero_full.precision.dtypes import NAMES, Dtypes
 from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.process_groups import Pair
@@ -112,11 +112,11 @@ class FlatParameters:
         pair: Pair,
         dtypes: Dtypes,
         deferred: bool = False,
-        shelf: Shelf | None = None,
+        param_store: ParamStore | None = None,
     ) -> None:
         """`deferred`: `fill` will set the values later. Every rank must pass the same.
 
-        `shelf`: the store of this rank's slice while the buffer is released; None: the model's device.
+        `param_store`: the store of this rank's slice while the buffer is released; None: the model's device.
         """
         self.members, self.kind = list(members), kind
         self.params = [member.param for member in members]
@@ -126,8 +126,10 @@ class FlatParameters:
         self.dtype = dtypes.of(kind.dtype)
         self.layout = layout_of([m.param.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
-        shelf = (shelf or Shelf()).of(self.layout.shard) if kind.released_at_rest else Shelf()
-        self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or shelf.apart)
+        param_store = (
+            (param_store or ParamStore()).of(self.layout.shard) if kind.released_at_rest else ParamStore()
+        )
+        self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or param_store.is_offloaded)
         self.state, self.users = GatherState.WHOLE, 0  # `users`: calls that need the values now
         self.hidden = False  # the parameters are placeholders
         self.is_offloaded = False  # this rank's slice is empty until `engine.reload_states()`
@@ -138,14 +140,14 @@ class FlatParameters:
         self.home: Any = None  # the stream that the memory of the gathered values belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
         self.unrounded: Tensor | None = None  # this rank's slice in the model's dtype, for the master
-        self.slice = self._reserve(shelf) if deferred else self._broadcast(shelf)
+        self.slice = self._reserve(param_store) if deferred else self._broadcast(param_store)
         self.windows = self._cut_windows()
         scalar = placeholder_scalar(self.dtype, self.kind.device)
         self.placeholders = [scalar.expand(shape) for shape in self.shapes]
         self.show()
         self.release()
 
-    def _broadcast(self, shelf: Shelf) -> Slice:
+    def _broadcast(self, param_store: ParamStore) -> ParamSlice:
         """Copy the parameters into the buffer, and broadcast the first rank's values to all ranks."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
@@ -156,16 +158,16 @@ class FlatParameters:
         if self.kind.trained and self.dtype != self.kind.dtype:
             self.unrounded = self.ranks.slice_of(original)
         mine = self.ranks.slice_of(self.full)
-        return shelf.put(mine) if self.released_at_rest else Slice(mine)
+        return param_store.add(mine) if self.released_at_rest else ParamSlice(mine)
 
-    def _reserve(self, shelf: Shelf) -> Slice:
+    def _reserve(self, param_store: ParamStore) -> ParamSlice:
         """Allocate zeros for this rank's slice, and for the whole buffer if it is not gathered for use."""
         make = torch.empty if self.released_at_rest else torch.zeros
         self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
         mine = self.ranks.slice_of(self.full)
         if self.released_at_rest:
-            return shelf.reserve(mine.numel(), mine.dtype, mine.device)
-        return Slice(mine)
+            return param_store.add_zeros(mine.numel(), mine.dtype, mine.device)
+        return ParamSlice(mine)
 
     @property
     def shard(self) -> Tensor:
@@ -277,7 +279,9 @@ class FlatParameters:
 
     def read_ahead(self) -> bool:
         """Begin to read the slice from its file for a later gather. Returns False if no buffer is free."""
-        return self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.begin(True)
+        return (
+            self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.start_read(True)
+        )
 
     def check_present(self) -> None:
         """Raise RuntimeError if the values are offloaded, because their memory is empty."""
@@ -293,8 +297,8 @@ class FlatParameters:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.home = lane.producer()
             used = [] if self.node_copy is None else [self.node_copy]
-            if self.slice.apart and not used:
-                self.slice.begin()
+            if self.slice.is_offloaded and not used:
+                self.slice.start_read()
             try:
                 self.pending = lane.submit(self.collect, used, [self.home])
             except BaseException:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group, ranks_of
+from zero_full.comm.traffic import Traffic
 from zero_full.comm.user_calls import UserCalls
 from zero_full.precision.norms import has_fp64
 from zero_full.settings import Settings

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import current_backward, identity_of, transform_stack
-from zero_full.comm.lane import Inline, Lane
+from zero_full.comm.lane import InlineLane, Lane
 from zero_full.nested import mapped, tensors_in
-from zero_full.offload import Shelf
+from zero_full.offload import ParamStore
 from zero_full.settings import Gathering
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import GatherState
@@ -135,12 +135,12 @@ class ParameterGatherer:
         lane: Lane,
         limits: Gathering,
         reducer: GradientReducer,
-        shelf: Shelf,
+        param_store: ParamStore,
     ) -> None:
-        self.lane, self.limits, self.reducer, self.shelf = lane, limits, reducer, shelf
+        self.lane, self.limits, self.reducer, self.param_store = lane, limits, reducer, param_store
         # Hooks get a weak reference: Python's garbage collector cannot free a cycle through a tensor's hooks.
         self.me = weakref.ref(self)
-        self.prefetches = not isinstance(lane, Inline)
+        self.prefetches = not isinstance(lane, InlineLane)
         self.training, self.inference, self.backward = Order(), Order(), Order()
         self.order: Order | None = None  # the order of the running pass; None: between passes
         self.reported = False  # the change of order was logged
@@ -151,7 +151,7 @@ class ParameterGatherer:
         self.sites = {site.module: site for site in sites}
         self.home = {group: site for site in sites for group in site.reduces}
         ranks = min((group.ranks.size for site in sites for group in site.groups), default=1)
-        self.reach = shelf.reach * ranks  # elements to prefetch at most, by the size of the shelf's buffers
+        self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
         self.root = self.sites.setdefault(model, Site("", model, []))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
@@ -245,7 +245,7 @@ class ParameterGatherer:
                 self._begin(group)
         if self.prefetches and as_known:
             self._prefetch()
-        if self.shelf.apart and as_known:
+        if self.param_store.is_offloaded and as_known:
             self._read_ahead()
         for group in site.groups:
             if group.parameters.state is GatherState.GATHERING:
@@ -260,18 +260,18 @@ class ParameterGatherer:
 
     def check_reads(self) -> None:
         """Raise on all ranks of the shard group if one of them failed to read a slice from its file."""
-        if not self.shelf.can_lose:
+        if not self.param_store.can_fail:
             return
         # The largest group of ranks: an error concerns all that gather from the rank that had it.
         groups = (group for site in self.sites.values() for group in site.groups)
         group = max(groups, key=lambda group: group.ranks.size)
         with torch.inference_mode(False):  # the lane's thread writes it outside of inference mode
             flags = torch.zeros(group.ranks.size, dtype=torch.uint8, device=group.kind.device)
-            group.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
+            group.ranks.slice_of(flags).fill_(bool(self.param_store.lost))
         ask = partial(group.parameters.gather_slices, flags, "what could not be read")
         self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
         if flags.any():
-            raise RuntimeError(self.shelf.lost or READ_FAILED_ELSEWHERE)
+            raise RuntimeError(self.param_store.lost or READ_FAILED_ELSEWHERE)
 
     def _prefetch(self) -> None:
         """Prefetch the next sites until enough elements are on the way: at least one site of any size.
@@ -425,8 +425,8 @@ class ParameterGatherer:
         for group in list(self.gathered):
             if group.parameters.state is GatherState.GATHERING:
                 self.release(group)
-        if self.shelf.apart:
-            self.shelf.give_up_ahead()
+        if self.param_store.is_offloaded:
+            self.param_store.cancel_prefetches()
 
     def _is_worth_keeping(self, site: Site) -> bool:
         """Return whether backward needs the site soon, after gathering fewer than `max_reuse` elements."""
@@ -504,8 +504,8 @@ class ParameterGatherer:
             self._leave(call)
         self.order = None
         self.release_all()
-        if self.shelf.apart:
-            self.shelf.give_up_ahead()
+        if self.param_store.is_offloaded:
+            self.param_store.cancel_prefetches()
         for site in self.sites.values():
             if not site.backwards_due:
                 site.forget()

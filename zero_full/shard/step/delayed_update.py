@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_full.comm.lane import Pending, Thread
+from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.formatting import listed
 from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.group.checksum import fingerprint
@@ -63,7 +63,7 @@ class DelayedUpdates:
     ) -> None:
         """`base` and `state`: the wrapped optimizer and its state. `after`: number of ordinary updates."""
         self.base, self.state, self.groups, self.after = base, state, groups, after
-        self.lane = Thread("zero_full-delayed-update")
+        self.lane = ThreadLane("zero_full-delayed-update")
         self.current: Update | None = None
         self.taken: int | None = None  # updates until now; None: look it up in the optimizer's state
         self.aside: dict[TrainedGroup, Tensor] = {}  # copies of the gradients of the current update
@@ -130,7 +130,7 @@ class DelayedUpdates:
         room = self.aside.get(group)
         if room is None or room.dtype != gradient.dtype:
             shard = group.parameters.shard
-            room = self.aside[group] = group.master.tier.room(shard.numel(), gradient.dtype, shard.device)
+            room = self.aside[group] = group.master.tier.allocate(shard.numel(), gradient.dtype, shard.device)
         place = group.parameters.piece_of(room, member)
         assert place is not None
         return place.copy_(gradient.reshape(place.shape))

@@ -37,7 +37,7 @@ from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hoo
 from zero_full.comm.lane import lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, NotFiniteError
-from zero_full.offload import DeviceTier, Shelf, Waiting
+from zero_full.offload import DeviceTier, Offload, ParamStore
 from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
@@ -138,9 +138,9 @@ class ZeroOptimizer(OptimizerProxy):
         self.redirected = Base(base, self)
         device = groups.dense.shard.device
         self.lane = lane_for(device, settings.overlap)
-        self.waiting: Waiting | None = None
-        if type(settings.tier) is not DeviceTier or type(parts.shelf) is not Shelf:
-            self.waiting = Waiting(settings.tier, parts.shelf)
+        self.offload: Offload | None = None
+        if type(settings.tier) is not DeviceTier or type(parts.param_store) is not ParamStore:
+            self.offload = Offload(settings.tier, parts.param_store)
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
@@ -195,7 +195,9 @@ class ZeroOptimizer(OptimizerProxy):
         if parts.sites:
             beside = lane_for(device, settings.overlap)
             limits = settings.gathering
-            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer, parts.shelf)
+            self.gatherer = ParameterGatherer(
+                model, parts.sites, beside, limits, self.reducer, parts.param_store
+            )
 
     def _members(self) -> list[Member]:
         return [member for group in self.trained for member in group.members]
@@ -316,7 +318,7 @@ class ZeroOptimizer(OptimizerProxy):
         # While ranks are apart their parameters differ by design, and a write has raised in LocalSteps.
         written = "" if is_apart else self.writes.digest()
         doings = doings_of(self.base.param_groups, so_far, written, failure)
-        alarm = self.waiting is not None and bool(self.waiting.trouble)
+        alarm = self.offload is not None and bool(self.offload.error)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
         said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, len(reducer.late))
@@ -333,7 +335,7 @@ class ZeroOptimizer(OptimizerProxy):
         if by_hand.whole or by_hand.slices:
             by_hand.forget()
         if agreed.alarm:
-            raise_failure(self.waiting.trouble if self.waiting is not None else "", self.beside)
+            raise_failure(self.offload.error if self.offload is not None else "", self.beside)
         return agreed
 
     def _decide(self, agreed: Agreed) -> Decision:
@@ -376,8 +378,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.report.log_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
         # Raise on every rank before the all-gather spreads slices of a failed read.
-        if self.waiting is not None and self.waiting.can_lose:
-            raise_on_all_ranks(self.groups, self.waiting.lost)
+        if self.offload is not None and self.offload.can_fail:
+            raise_on_all_ranks(self.groups, self.offload.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, OPT_CALLED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
@@ -554,7 +556,7 @@ class ZeroOptimizer(OptimizerProxy):
     def catch_up(self) -> None:
         """Bring masters up to date with writes by user code, before parameters or masters are read."""
         self.finish_update()
-        lost = self.waiting.lost if self.waiting is not None else ""
+        lost = self.offload.lost if self.offload is not None else ""
         if self.states_offloaded or lost:
             raise RuntimeError(lost or OFFLOADED)
         self._take_back_state()
@@ -592,7 +594,7 @@ class ZeroOptimizer(OptimizerProxy):
     def announce_call(self, call: str) -> None:
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
         for calls in self.groups.user_calls:
-            calls.tell(call)
+            calls.announce(call)
 
     def _settle(self) -> None:
         """Wait until no collective of this rank is queued."""
@@ -736,8 +738,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.delayed.close()
         if self.parts.flow is not None:
             self.parts.flow.close()
-        if self.waiting is not None:
-            self.waiting.close()
+        if self.offload is not None:
+            self.offload.close()
         away = [group.master for group in self.trained if group.master.tier.lost]
         self.own_state.forget({member.param for master in away for member in master.pieces})
         for master in away:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.compressed import CompressedReduce
-from zero_full.comm.lane import Done, Inline, Lane, Pending
+from zero_full.comm.lane import Done, InlineLane, Lane, Pending
 from zero_full.comm.transport import Splits
-from zero_full.layout import Share, deal_work
+from zero_full.layout import Share, assign_work
 from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -45,7 +45,7 @@ def deal_owners(owners: Owners, everything: Sequence[TrainedGroup], rule: OwnerR
     for ranks in dict.fromkeys(flat.ranks for _, _, flat in wholes):
         theirs = [(whole, flat.layout.shares(m.index)) for whole, m, flat in wholes if flat.ranks is ranks]
         works = [rule.work(whole) for whole, _ in theirs]
-        dealt = deal_work(works, [shares for _, shares in theirs], ranks.size)
+        dealt = assign_work(works, [shares for _, shares in theirs], ranks.size)
         owners |= {whole.name: owner for (whole, _), (owner, _) in zip(theirs, dealt, strict=True)}
 
 
@@ -112,9 +112,9 @@ class PartPeers(Peers):
         self, known: Sequence[tuple[Whole, list[Share]]], world: int, rule: WholeRule
     ) -> list["Round"]:
         """Assign parameters to owners and rounds. All ranks compute the same assignment."""
-        count = 1 if isinstance(self.lane, Inline) else max(1, min(ROUNDS, len(known) // world))
+        count = 1 if isinstance(self.lane, InlineLane) else max(1, min(ROUNDS, len(known) // world))
         works, shares = [rule.work(whole) for whole, _ in known], [lies for _, lies in known]
-        dealt = deal_work(works, shares, world, count)
+        dealt = assign_work(works, shares, world, count)
         rounds: list[list[Parcel]] = [[] for _ in range(count)]
         for (whole, lies), (owner, number) in zip(known, dealt, strict=True):
             rounds[number].append(Parcel(whole, self.owners.get(whole.name, owner), lies))

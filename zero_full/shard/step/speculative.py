@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Done, Pending, Thread
+from zero_full.comm.lane import Done, Pending, ThreadLane
 from zero_full.kernels.files import aligned_empty
 from zero_full.offload import Block
 from zero_full.optim.step import Peers, Piece, Stepper
@@ -66,7 +66,7 @@ class SpeculativeSteps:
     ) -> None:
         """`tensors_of` lists the tensors that a step changes. `most`: limit in bytes; None: no limit."""
         self.optimizer, self.tensors_of, self.most = optimizer, tensors_of, most
-        self.lane = Thread("zero_full-early-steps")
+        self.lane = ThreadLane("zero_full-early-steps")
         self.guesses: dict[TrainedGroup, SpeculativeStep] = {}
         self.spares: list[Tensor] = []  # blocks that no slice uses now
         self.places: dict[TrainedGroup, Tensor] = {}  # the current block of a slice, once it was swapped
@@ -117,7 +117,7 @@ class SpeculativeSteps:
             guess.seen = _versions(gradients, tensors)
             guess.before = self._numbers(group)
             block = Block(tensors, None)
-            memory = self._memory(group, block.room)
+            memory = self._memory(group, block.padded_size)
             if memory is None:
                 return
             guess.memory = memory

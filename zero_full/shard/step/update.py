@@ -39,8 +39,8 @@ class Steppers:
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane, self.tier = lane, tier
         # State or parameter slices are in files and must be read ahead.
-        self.reads_ahead = type(tier).in_turn is not Tier.in_turn or any(
-            group.parameters.slice.apart for group in trained
+        self.reads_ahead = type(tier).load_parts is not Tier.load_parts or any(
+            group.parameters.slice.is_offloaded for group in trained
         )
         self.early: SpeculativeSteps | None = None  # speculative steps, see `step_early`
         self.owners: Owners = {}  # ranks that keep state of whole parameters: see [Note: whole parameters]
@@ -119,7 +119,7 @@ class Steppers:
         """
         if not stepper.takes_parts:
             return [stepped]
-        if flow is None and settings.part_numel is None and not self.tier.apart:
+        if flow is None and settings.part_numel is None and not self.tier.is_offloaded:
             return [stepped]
         one_by_one = flow is not None and self.own is None and not self.tier.moves
         return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
@@ -166,7 +166,7 @@ class Steppers:
         factor: float,
     ) -> None:
         """Step parts while the state and parameter slices of the next ones are read from files."""
-        with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
+        with closing(self.tier.load_parts(parts, self.tensors_of)) as turns:
             # `done` groups are stepped; the reads of the first `begun` have begun, as far as buffers allow.
             stepped, done, begun = [group for part in parts for group in part], 0, 0
             for part in turns:
@@ -211,7 +211,11 @@ def sub_groups(stepped: Sequence[TrainedGroup], limit: int | None) -> list[list[
     room: float = 0
     for group in stepped:
         numel = group.layout.shard
-        if not together or numel > room or group.master.tier.apart != together[-1][-1].master.tier.apart:
+        if (
+            not together
+            or numel > room
+            or group.master.tier.is_offloaded != together[-1][-1].master.tier.is_offloaded
+        ):
             together.append([])
             room = inf if limit is None else limit
         together[-1].append(group)

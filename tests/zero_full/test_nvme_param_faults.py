@@ -12,8 +12,8 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import data
 from tests.zero_full.stage3_runs import whole_bytes
-from tests.zero_full.test_blocks import files_no_longer_than, refused, states
-from tests.zero_full.test_param_blocks import engine_of, go, settle, shelf_of
+from tests.zero_full.test_nvme_params import engine_of, go, settle, shelf_of
+from tests.zero_full.test_nvme_state import files_no_longer_than, refused, states
 
 
 def disk_full(comm: Any, path: str, keys: dict[str, Any]) -> tuple[str, bool, bool]:

@@ -10,15 +10,14 @@ import torch
 
 import zero_full
 from tests.zero_full.runs import Net, config
-from tests.zero_full.test_blocks import count
+from tests.zero_full.test_nvme_state import count
 from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
-from zero_full.offload import BlockTier
-from zero_full.offload import spill_file as scratch
+from zero_full.offload import BlockTier, spill_file
 from zero_full.offload.limits import Limit
-from zero_full.offload.spill_file import ScratchFile, whole_pages
+from zero_full.offload.spill_file import SpillFile, whole_pages
 
 
-def mapped(file: ScratchFile) -> list[int]:
+def mapped(file: SpillFile) -> list[int]:
     """Bytes of each part of this process's memory that is a window into the file."""
     found = Path(file.path).stat()
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -27,7 +26,7 @@ def mapped(file: ScratchFile) -> list[int]:
 
 
 def test_each_piece_of_a_file_is_mapped_once_and_as_long_as_somebody_holds_it(tmp_path: Path) -> None:
-    file, windows = ScratchFile(tmp_path, BlockIO(1, 2**20, direct=False)), []
+    file, windows = SpillFile(tmp_path, BlockIO(1, 2**20, direct=False)), []
     sizes = [1, PAGE, 5000, 3 * PAGE, 0] * 40
     descriptors = count("fd")
     for number, size in enumerate(sizes):
@@ -92,10 +91,10 @@ def test_a_directory_in_memory_is_told_once_and_has_no_more_room_than_there_is_m
     zero |= {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
     least = 10**6
     with (
-        mock.patch.object(scratch, "is_in_memory", lambda directory: in_memory),
-        mock.patch.object(scratch, "limits_here", lambda host: [Limit("", "", least, "")]),
+        mock.patch.object(spill_file, "is_in_memory", lambda directory: in_memory),
+        mock.patch.object(spill_file, "memory_limits", lambda host: [Limit("", "", least, "")]),
     ):
-        assert (scratch.free_bytes(tmp_path) == least) is in_memory
+        assert (spill_file.free_bytes(tmp_path) == least) is in_memory
         zero_full.initialize(model=Net(), config=config(3, zero_optimization=zero))[0].destroy()
         least = 1000
         with pytest.raises(OSError, match=r"has 1\.00 kB free") if in_memory else nullcontext():
@@ -105,6 +104,6 @@ def test_a_directory_in_memory_is_told_once_and_has_no_more_room_than_there_is_m
 
 
 def test_what_is_a_directory_in_memory() -> None:
-    assert not scratch.is_in_memory(Path("/proc"))
+    assert not spill_file.is_in_memory(Path("/proc"))
     if Path("/dev/shm").is_dir():
-        assert scratch.is_in_memory(Path("/dev/shm"))
+        assert spill_file.is_in_memory(Path("/dev/shm"))

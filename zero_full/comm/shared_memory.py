@@ -1,21 +1,21 @@
 """Shared memory: ranks of one host pass each other their slices without messages.
 
 [Note: windows] Each rank owns a window, memory that all ranks of the host can read, in two halves. A
-collective passes through them piece by piece: each rank writes a piece into the current half of its own
-window, all ranks meet at a barrier (see [Note: meetings]), and each reads from the others' windows. The next
-piece uses the other half. One barrier a piece is enough: a rank writes to a half again only after the barrier
-of the next piece, and no rank enters that one before it has read this piece.
+collective passes through them piece by piece. Each rank writes a piece into the current half of its own
+window, all ranks enter a barrier (see [Note: spin barrier]), and each reads from the others' windows. The
+next piece uses the other half. One barrier a piece is enough: a rank writes to a half again only after the
+barrier of the next piece, and no rank enters that one before it has read this piece.
 
 The memory has no name in the file system. The kernel frees it when the last process that maps it ends.
 
-[Note: meetings] Every rank has a counter that all ranks can read: how many meetings it has come to. To meet,
-a rank adds one to its own and waits until the others' are as high. That takes microseconds, where a message
-takes a quarter of a millisecond. It needs stores that become visible in the order in which they are made: x86
-guarantees that, other machines do not. A rank that waits looks whether the other's process still runs; a rank
-that has left its group shows a number below zero.
+[Note: spin barrier] Every rank has a counter that all ranks can read: how many barriers it has entered. To
+enter one, a rank increments its own and waits until the others' are as high. That takes microseconds, where a
+message takes a quarter of a millisecond. It needs stores that become visible in the order in which they are
+made: x86 guarantees that, other machines do not. A rank that waits checks whether the other's process still
+runs. The counter of a rank that has left its group is below zero.
 
-[Note: the same call] Beside its counter each rank writes a checksum of the collective that it meets for: one
-for even and one for odd meetings, as no rank comes to a meeting before all have left the last but one. If
+[Note: the same call] Beside its counter each rank writes a checksum of the collective that it makes: one
+for even and one for odd barriers, as no rank enters a barrier before all have left the last but one. If
 checksums differ, no rank reads the others' data, which belongs to another collective. Each rank writes its
 own call as text, waits for the others' texts, and raises DesyncError.
 """
@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_full._compat import timeout_of
-from zero_full.comm.forked import only_here
-from zero_full.comm.transport import Call, OverGroup, Splits, add_up, in_words, own_slice
+from zero_full.comm.fork_safety import in_this_process_only
+from zero_full.comm.transport import BackendTransport, Call, Splits, add_up, describe_call, own_slice
 from zero_full.errors import DesyncError
 
 CPU = torch.device("cpu")
@@ -48,12 +48,12 @@ HALF = 2 * 2**20  # bytes of half a window
 
 NEVER = timedelta(days=365)  # the barrier's timeout where the group has none
 SPINS = 200  # looks before sleeping
-NAP_S = 2e-5  # the shortest sleep of an operating system: about 80 microseconds in fact
-LONG_NAP_S = 1e-3
-PATIENCE_S = 0.05  # then a rank sleeps longer, and looks each time whether the other's process runs
+SLEEP_S = 2e-5  # the shortest sleep of an operating system: about 80 microseconds in fact
+LONG_SLEEP_S = 1e-3
+SHORT_WAIT_S = 0.05  # then a rank sleeps longer, and looks each time whether the other's process runs
 NUMBER, TEXT = 8, 256  # bytes
 PLACE = 3 * NUMBER + TEXT  # bytes of a rank: its counter, two checksums, the text of its call
-TELLING_S = 2.0  # how long a rank waits for the texts of the others
+TEXTS_WAIT_S = 2.0  # how long a rank waits for the texts of the others
 ORDERED_STORES = ("x86_64", "AMD64")
 
 
@@ -99,7 +99,7 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
         return self[dtype]
 
 
-class SharedMemory(OverGroup):
+class SharedMemory(BackendTransport):
     """A transport for gloo ranks on one Linux host. See [Note: windows]."""
 
     name = "shared memory"
@@ -210,7 +210,7 @@ class MessageBarrier:
         return []
 
 
-def works_here() -> bool:
+def can_spin() -> bool:
     """Whether this machine keeps stores in order and can tell when a process has ended."""
     if platform.machine() not in ORDERED_STORES or not hasattr(os, "pidfd_open"):
         return False
@@ -231,24 +231,24 @@ class SpinBarrier:
         counters = [ctypes.c_int64.from_address(address) for address in addresses]
         self.checksums = [(ctypes.c_int64 * 2).from_address(address + NUMBER) for address in addresses]
         self.texts = [(ctypes.c_char * TEXT).from_address(address + 3 * NUMBER) for address in addresses]
-        self.rank, self.mine = rank, counters[rank]
-        weakref.finalize(self, only_here(_leave), self.mine, self.memory)
+        self.rank, self.own_counter = rank, counters[rank]
+        weakref.finalize(self, in_this_process_only(_leave), self.own_counter, self.memory)
         self.others = {r: counter for r, counter in enumerate(counters) if r != rank}
         self.pids = list(pids)
         self.timeout_s = (timeout or NEVER).total_seconds()
-        self.met = 0  # meetings of this rank
+        self.entered = 0  # barriers, by this rank
 
     def __call__(self, call: Call) -> None:
         """Wait until every rank has come as often as this one; DesyncError if one makes another call."""
-        self.met = met = self.met + 1
-        checksum, odd = crc32(repr(call).encode()), met & 1
+        self.entered = entered = self.entered + 1
+        checksum, odd = crc32(repr(call).encode()), entered & 1
         self.checksums[self.rank][odd] = checksum
-        self.mine.value = met
+        self.own_counter.value = entered
         for rank, theirs in self.others.items():
-            looks = SPINS
-            while theirs.value < met:
-                looks -= 1
-                if not looks:
+            spins = SPINS
+            while theirs.value < entered:
+                spins -= 1
+                if not spins:
                     self._wait_for(rank, theirs)
                     break
         for rank in self.others:
@@ -256,19 +256,19 @@ class SpinBarrier:
                 self._raise_desync(call)
 
     def ahead(self) -> list[int]:
-        """Ranks at a meeting to which this one has not come."""
-        return [rank for rank, theirs in self.others.items() if theirs.value > self.met]
+        """Ranks that wait at a barrier which this rank has not entered."""
+        return [rank for rank, theirs in self.others.items() if theirs.value > self.entered]
 
     def _wait_for(self, rank: int, theirs: ctypes.c_int64) -> None:
         """Sleep until a rank comes. Raise RuntimeError if it has ended or left, or after the timeout."""
         started = time.monotonic()
         while True:
             waited = time.monotonic() - started
-            is_late = waited > PATIENCE_S
+            is_late = waited > SHORT_WAIT_S
             ended = is_late and _has_ended(self.pids[rank])
             # Read after the process was looked at: a rank may come, and end before this one has seen it.
             number = theirs.value
-            if max(number, ~number) >= self.met:  # below zero of a rank that has left since: see `_leave`
+            if max(number, ~number) >= self.entered:  # below zero of a rank that has left since: see `_leave`
                 return
             if ended:
                 raise RuntimeError(f"the process of rank {rank} has ended")
@@ -276,19 +276,21 @@ class SpinBarrier:
                 raise RuntimeError(f"rank {rank} has left the group")
             if waited > self.timeout_s:
                 raise RuntimeError(f"timed out: rank {rank} has not come within {self.timeout_s:g} s")
-            time.sleep(LONG_NAP_S if is_late else NAP_S)
+            time.sleep(LONG_SLEEP_S if is_late else SLEEP_S)
 
     def _raise_desync(self, call: Call) -> NoReturn:
         """Raise DesyncError with the calls of all ranks: see [Note: the same call]."""
-        self.texts[self.rank].value = in_words(call).encode()[: TEXT - 1]
-        deadline = time.monotonic() + TELLING_S
+        self.texts[self.rank].value = describe_call(call).encode()[: TEXT - 1]
+        deadline = time.monotonic() + TEXTS_WAIT_S
         while time.monotonic() < deadline and not all(text.value for text in self.texts):
-            time.sleep(LONG_NAP_S)
+            time.sleep(LONG_SLEEP_S)
         lines = [
             f"rank {rank}: {text.value.decode(errors='replace') or 'another call'}"
             for rank, text in enumerate(self.texts)
         ]
-        raise DesyncError("\n  ".join(["the ranks part ways, and nothing was exchanged:", *lines]))
+        raise DesyncError(
+            "\n  ".join(["the ranks make different collectives, and nothing was sent:", *lines])
+        )
 
 
 def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:
@@ -322,7 +324,7 @@ def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF
     size = window_of(half)
     descriptor, path = _make_window(secret, size) if wanted else (None, "")
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
-    pid = os.getpid() if works_here() else 0
+    pid = os.getpid() if can_spin() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)
     windows = [_open_window(secret, path, size) for secret, path, _ in addresses]
     seen = torch.tensor([float(all(window is not None for window in windows))])

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import zero_full
 from tests.zero_full.runs import config
-from zero_full.comm import error_dedup as told_once
-from zero_full.comm.error_dedup import MARK, OneTells, Shared
+from zero_full.comm import error_dedup
+from zero_full.comm.error_dedup import MARK, PrintOnceHook, Shared
 from zero_full.config import resolve
 from zero_full.errors import CheckpointError
 
@@ -64,14 +64,14 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def note(text: str, **_: Any) -> None:
         printed[rank.number] = printed.get(rank.number, "") + text
 
-    class Mine(told_once.Report):
+    class Mine(error_dedup.Report):
         def __init__(self) -> None:
             self.file = tmp_path / str(rank.number)
 
-    monkeypatch.setattr(told_once, "print", note, raising=False)
-    monkeypatch.setattr(told_once, "this_rank", lambda: rank.number)
-    monkeypatch.setattr(told_once, "Report", Mine)
-    monkeypatch.setattr(told_once, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(error_dedup, "print", note, raising=False)
+    monkeypatch.setattr(error_dedup, "this_rank", lambda: rank.number)
+    monkeypatch.setattr(error_dedup, "Report", Mine)
+    monkeypatch.setattr(error_dedup, "TIMEOUT_S", 0.5)
     store = dist.HashStore()
 
     def end(number: int, fail: Callable[[], None], ranks: list[int]) -> None:
@@ -80,7 +80,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             fail()
         except Exception as error:
             setattr(error, MARK, Shared(ranks, store))
-            hook = OneTells(lambda kind, error, trace: note(f"full: {error}"))
+            hook = PrintOnceHook(lambda kind, error, trace: note(f"full: {error}"))
             hook(type(error), error, error.__traceback__)
 
     def run(fail: Callable[[], None], dying: list[int]) -> tuple[dict[int, str], dict[int, str]]:
@@ -134,13 +134,15 @@ def test_what_is_no_message_of_ours_keeps_its_traceback(
 def test_other_errors_and_other_hooks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[BaseException] = []
     error = ValueError("another")
-    OneTells(lambda kind, error, trace: seen.append(error))(ValueError, error, None)
+    PrintOnceHook(lambda kind, error, trace: seen.append(error))(ValueError, error, None)
     assert seen == [error]
     mine = lambda *_: None  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", mine)
-    assert told_once.told_once(error, [0, 1]) is error and sys.excepthook is mine and not hasattr(error, MARK)
+    assert (
+        error_dedup.print_once(error, [0, 1]) is error and sys.excepthook is mine and not hasattr(error, MARK)
+    )
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    assert told_once.told_once(error, [0]) is error and sys.excepthook is sys.__excepthook__
+    assert error_dedup.print_once(error, [0]) is error and sys.excepthook is sys.__excepthook__
 
 
 SCRIPT = """

@@ -2,7 +2,7 @@
 
 Replay computes the values. A change by the modifier rank is recorded as one more operation, a copy from the
 changed tensor, so only that rank keeps it in memory. The other ranks note that their values are outdated
-(`Elsewhere`), and receive the new ones at the next context.
+(`NewestVersion`), and receive the new ones at the next context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
-from zero_full.construct.deferred import Elsewhere
-from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
+from zero_full.construct.recorded_tensor import Record, Recorded, RecorderProtocol, dematerialize, materialize
+from zero_full.construct.recording import NewestVersion
 from zero_full.errors import DisagreementError
 from zero_full.formatting import ranks_listed
 from zero_full.shard.group.checksum import checksum
@@ -25,73 +25,75 @@ from zero_full.shard.group.registry import opened, record_of
 
 @contextmanager
 def gathered(
-    tensors: Sequence[Tensor], rank: int | None, resting: Callable[[], AbstractContextManager[None]]
+    tensors: Sequence[Tensor], rank: int | None, paused: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Give these tensors values inside the context, and record nothing.
 
     `rank` is the modifier rank, whose changes are kept; None: a change raises.
     """
     records = {tensor: record_of(tensor) for tensor in tensors}
-    _check(records, rank)
+    _check_modifier_rank(records, rank)
     with ExitStack() as stack:
-        stack.enter_context(resting())
-        for keeper in dict.fromkeys(record.keeper for record in records.values()):
-            _open(keeper, {t: r for t, r in records.items() if r.keeper is keeper and t not in opened})
+        stack.enter_context(paused())
+        for recorder in dict.fromkeys(record.recorder for record in records.values()):
+            closed = {t: r for t, r in records.items() if r.recorder is recorder and t not in opened}
+            _give_values(recorder, closed)
         for tensor, record in records.items():
-            record.users += 1
+            record.contexts += 1
             record.rank = rank if record.rank is None else record.rank
-            stack.callback(_leave, tensor, record)
-        before = {tensor: _print(tensor) for tensor in records}
+            stack.callback(_take_values, tensor, record)
+        before = {tensor: _fingerprint(tensor) for tensor in records}
         yield
-        _settle(records, before, rank)
+        _check_changes(records, before, rank)
 
 
-def _check(records: dict[Tensor, Record], rank: int | None) -> None:
+def _check_modifier_rank(records: dict[Tensor, Record], rank: int | None) -> None:
     if rank is None:
         return
     if not dist.is_initialized() and rank != 0:
         raise RuntimeError(
-            f"modifier_rank={rank} means nothing before torch.distributed knows the ranks: call "
-            "zero_full.init_distributed() first"
+            f"modifier_rank={rank} needs the ranks of torch.distributed. Call zero_full.init_distributed() "
+            "first."
         )
     if dist.is_initialized() and not 0 <= rank < dist.get_world_size():
-        raise ValueError(f"modifier_rank {rank} is not one of the {dist.get_world_size()} ranks")
+        raise ValueError(f"modifier_rank {rank} is not one of the {dist.get_world_size()} ranks.")
     for record in records.values():
         if record.rank not in (None, rank):
             raise RuntimeError(
-                f"{record.name} is inside GatheredParameters(modifier_rank={record.rank}) already: use the "
-                "same modifier_rank inside"
+                f"{record.name} is inside GatheredParameters(modifier_rank={record.rank}) already. Use the "
+                "same modifier_rank inside."
             )
 
 
-def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
+def _give_values(recorder: RecorderProtocol, closed: dict[Tensor, Record]) -> None:
     """Compute the values of these tensors by replay, and assign them."""
     behind = {id(record.twin): tensor for tensor, record in closed.items()}
-    recording, twins = keeper.recording, [record.twin for record in closed.values()]
-    recording.refuse_if_from_file("GatheredParameters", twins)
+    recording, twins = recorder.recording, [record.twin for record in closed.values()]
+    recording.check_not_from_file("GatheredParameters", twins)
     try:
-        recording.replay(lambda twin, real: _show(behind[id(twin)], real), twins, remember=True)
-        newest = {tensor: recording.newest_of(record.twin) for tensor, record in closed.items()}
-        _refuse_other_kinds({closed[t].name: t for t, each in newest.items() if each is not None})
+        recording.replay(lambda twin, real: _materialize(behind[id(twin)], real), twins, remember=True)
+        newest = {tensor: recording.newest_version(record.twin) for tensor, record in closed.items()}
+        _check_same_shapes({closed[t].name: t for t, each in newest.items() if each is not None})
         for tensor, record in closed.items():
             changed_by = newest[tensor]
-            record.is_borrowed = changed_by is not None
+            record.was_received = changed_by is not None
             if changed_by is not None:
-                _borrow(tensor.data, changed_by.rank)
-            record.shown, record.accepted, record.rank, record.users = _print(tensor), None, None, 0
+                _broadcast(tensor.data, changed_by.rank)
+            record.at_start = _fingerprint(tensor)
+            record.accepted, record.rank, record.contexts = None, None, 0
     except BaseException:
         for tensor, record in closed.items():
             if opened.pop(tensor, None) is not None:
-                conceal(tensor, record)
+                dematerialize(tensor, record)
         raise
 
 
-def _show(tensor: Tensor, real: Tensor) -> None:
+def _materialize(tensor: Tensor, real: Tensor) -> None:
     assert isinstance(tensor, Recorded)
-    opened[tensor] = reveal(tensor, real)
+    opened[tensor] = materialize(tensor, real)
 
 
-def _refuse_other_kinds(borrowed: dict[str, Tensor]) -> None:
+def _check_same_shapes(borrowed: dict[str, Tensor]) -> None:
     """Raise DisagreementError on every rank if a tensor to broadcast differs in shape or dtype.
 
     The modifier rank may have changed the shape or dtype, and other ranks' buffers would not match.
@@ -109,14 +111,14 @@ def _refuse_other_kinds(borrowed: dict[str, Tensor]) -> None:
         for rank, theirs in enumerate(everyones):
             kinds.setdefault(theirs.get(name, "not gathered"), []).append(rank)
         if len(kinds) > 1:
-            told = " and ".join(f"{kind} on {ranks_listed(ranks)}" for kind, ranks in kinds.items())
+            described = " and ".join(f"{kind} on {ranks_listed(ranks)}" for kind, ranks in kinds.items())
             raise DisagreementError(
-                f"{name} is {told}: what changes its shape or type must be done on every rank, before "
-                "GatheredParameters or in it"
+                f"{name} is {described}. Change its shape or dtype on every rank, before or inside "
+                "GatheredParameters."
             )
 
 
-def _borrow(real: Tensor, rank: int) -> None:
+def _broadcast(real: Tensor, rank: int) -> None:
     """Broadcast the newest values from `rank` to all ranks. Sub-groups are not known yet."""
     place = device_of(dist.group.WORLD)
     sent = real.to(place).contiguous()
@@ -125,15 +127,15 @@ def _borrow(real: Tensor, rank: int) -> None:
         real.copy_(sent)
 
 
-def _print(tensor: Tensor) -> Any:
+def _fingerprint(tensor: Tensor) -> Any:
     """Return a fingerprint of the tensor: torch's version counter, and a checksum for untracked writes."""
     return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 
-def _settle(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int | None) -> None:
+def _check_changes(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int | None) -> None:
     changed = []
     for tensor, record in records.items():
-        now = _print(tensor)
+        now = _fingerprint(tensor)
         if rank is not None:
             record.accepted = now
         elif now not in (before[tensor], record.accepted):
@@ -141,29 +143,29 @@ def _settle(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int 
             record.accepted = None
     if changed:
         raise RuntimeError(
-            f"{', '.join(changed)} changed inside GatheredParameters, and the change is undone: pass "
-            "modifier_rank, the rank whose values count"
+            f"{', '.join(changed)} changed inside GatheredParameters, and the change is undone. Pass "
+            "modifier_rank, the rank whose values are kept."
         )
 
 
-def _leave(tensor: Tensor, record: Record) -> None:
-    record.users -= 1
-    if record.users:
+def _take_values(tensor: Tensor, record: Record) -> None:
+    record.contexts -= 1
+    if record.contexts:
         return
     del opened[tensor]
     real, is_accepted = tensor.detach(), record.accepted is not None
-    has_changed = record.accepted != record.shown or record.is_borrowed
+    has_changed = record.accepted != record.at_start or record.was_received
     is_mine = is_accepted and this_rank() == record.rank and has_changed
     is_another = is_accepted and (real.shape != record.twin.shape or real.dtype != record.twin.dtype)
     if record.twin.is_leaf:
         record.twin.requires_grad_(tensor.requires_grad)
-    conceal(tensor, record)
+    dematerialize(tensor, record)
     with torch.no_grad():
         if is_another:
             tensor.data = tensor.new_empty(real.shape, dtype=real.dtype).copy_(real)
         elif is_mine:
             tensor.copy_(real)
     if is_accepted and record.rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
-        recording = record.keeper.recording
-        recording.elsewhere[recording.value_of(record.twin)] = Elsewhere(record.rank)
+        recording = record.recorder.recording
+        recording.newest[recording.value_of(record.twin)] = NewestVersion(record.rank)
     record.rank = None

@@ -14,8 +14,8 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Tower, seeded, whole_bytes
-from tests.zero_full.test_blocks import count, open_files
-from zero_full.offload.nvme_params import BlockShelf, FileSlice
+from tests.zero_full.test_nvme_state import count, open_files
+from zero_full.offload.nvme_params import NvmeParamSlice, NvmeParamStore
 
 
 def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
@@ -28,13 +28,13 @@ def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
     return zero_full.initialize(model=seeded(Tower), config=config(3, zero_optimization=zero, **keys))[0]
 
 
-def shelf_of(engine: Any) -> BlockShelf:
-    shelf = engine.optimizer.parts.shelf
-    assert isinstance(shelf, BlockShelf)
-    return shelf
+def shelf_of(engine: Any) -> NvmeParamStore:
+    param_store = engine.optimizer.parts.param_store
+    assert isinstance(param_store, NvmeParamStore)
+    return param_store
 
 
-def slices_of(engine: Any) -> list[FileSlice]:
+def slices_of(engine: Any) -> list[NvmeParamSlice]:
     return [flat.slice for flat in engine.optimizer.parts.flats]
 
 
@@ -57,16 +57,16 @@ def go(engine: Any, *steps: int, rank: int = 0) -> None:
 def bytes_moved(comm: Any, path: str, keys: dict[str, Any]) -> None:
     """Every slice is read in forward and in backward, and written once; the fused step reads its copy."""
     engine = engine_of(path, **keys)
-    shelf, slices = shelf_of(engine), slices_of(engine)
+    param_store, slices = shelf_of(engine), slices_of(engine)
     assert len(slices) == 8
     go(engine, 0, rank=comm.rank)
     settle(engine)
-    before = shelf.read_bytes, shelf.written_bytes
+    before = param_store.read_bytes, param_store.written_bytes
     go(engine, 1, rank=comm.rank)
     settle(engine)
-    size = sum(slice_.room for slice_ in slices)
-    assert shelf.read_bytes - before[0] == size * (3 if keys else 2)
-    assert shelf.written_bytes - before[1] == size
+    size = sum(slice_.padded_size for slice_ in slices)
+    assert param_store.read_bytes - before[0] == size * (3 if keys else 2)
+    assert param_store.written_bytes - before[1] == size
     holdings = engine.optimizer.holdings()
     assert not holdings["parameters"], "nothing is gathered"
     assert sum(t.numel() for t in holdings["disk"]) == sum(
@@ -87,21 +87,23 @@ def test_each_slice_is_read_once_a_pass_and_written_once(
 def how_far_ahead(comm: Any, path: str, count: int) -> tuple[list[int], int]:
     """Slices that are under way whenever a unit's forward begins; elements in buffers at the most."""
     engine = engine_of(path, offload_param={"buffer_count": count, "buffer_size": 1100})
-    shelf = shelf_of(engine)
+    param_store = shelf_of(engine)
     go(engine, 0, 1, rank=comm.rank)
     seen, most = [], 0
 
     def look(module: Any, inputs: Any) -> None:
         nonlocal most
-        seen.append(sum(slice_.reading is not None for slice_ in shelf.ahead))
-        most = max(most, shelf.buffers.numel)
+        seen.append(sum(slice_.reading is not None for slice_ in param_store.prefetched))
+        most = max(most, param_store.buffers.numel)
 
     for block in engine.module.blocks:
         block.up.register_forward_pre_hook(look)
     go(engine, 2, rank=comm.rank)
-    assert not shelf.ahead
+    assert not param_store.prefetched
     settle(engine)
-    assert shelf.buffers.numel == sum(buffer.numel for buffer in shelf.buffers.free), "all are given back"
+    assert param_store.buffers.numel == sum(buffer.numel for buffer in param_store.buffers.free), (
+        "all are given back"
+    )
     engine.destroy()
     return seen, most
 
@@ -191,8 +193,8 @@ def growth(comm: Any, path: str, steps: int) -> list[list[int]]:
     for step in range(steps):
         go(engine, step, rank=comm.rank)
         if step >= 2:
-            shelf = shelf_of(engine)
-            found = count("fd"), count("task"), shelf.file.size, shelf.buffers.numel
+            param_store = shelf_of(engine)
+            found = count("fd"), count("task"), param_store.file.size, param_store.buffers.numel
             for each, number in zip(counts, found, strict=True):
                 each.append(number)
     engine.destroy()
@@ -223,16 +225,16 @@ def test_destroy_gives_everything_back(gather: bool, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from tests.zero_full.test_param_blocks import engine_of, go, shelf_of
+from tests.zero_full.test_nvme_params import engine_of, go, shelf_of
 engine = engine_of(sys.argv[1])
 go(engine, 0)
-shelf = shelf_of(engine)
-write = shelf.file.write
+store = shelf_of(engine)
+write = store.file.write
 def dying(tensor, begin, after):
     write(tensor, begin, after)
     print("in the middle", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-shelf.file.write = dying
+store.file.write = dying
 go(engine, 1, 2)
 """
 
@@ -259,7 +261,7 @@ def test_what_is_written_after_it_was_read_ahead_counts(tmp_path: Path) -> None:
         last = engine.module.blocks[7].up.weight
 
         def write(module: Any, inputs: Any, engine: Any = engine, last: Tensor = last) -> None:
-            if engine.optimizer.parts.shelf.apart:
+            if engine.optimizer.parts.param_store.is_offloaded:
                 assert slices_of(engine)[0].reading is not None, "the last unit's is the first"
             zero_full.safe_set_full_fp32_param(last, torch.full(last.shape, 0.125))
 
@@ -329,6 +331,6 @@ def test_a_model_that_only_serves(tmp_path: Path) -> None:
     for _ in range(3):
         with torch.inference_mode():
             assert torch.equal(engine(data(0, 0, 0)), want)
-    assert shelf_of(engine).read_bytes == 3 * sum(slice_.room for slice_ in slices_of(engine))
+    assert shelf_of(engine).read_bytes == 3 * sum(slice_.padded_size for slice_ in slices_of(engine))
     assert not whole_bytes(engine)
     engine.destroy()

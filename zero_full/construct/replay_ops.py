@@ -1,15 +1,15 @@
-"""Replay recorded operations on the CPU, one parameter at a time. See `deferred` for the recording."""
+"""Replay recorded operations on the CPU, one parameter at a time. See `recording` for the recording."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from zero_full.construct.generators import CPU, Draw, RandomStream, as_torchs_generator
+from zero_full.construct.generators import CPU, Draw, RandomStream, as_default_generator
 from zero_full.nested import Leaf, leaves, mapped
 from zero_full.shard.group.checksum import checksum
 
@@ -33,14 +33,14 @@ class Ref(Leaf):
 
 
 @dataclass(frozen=True)
-class Held(Leaf):
+class RealInput(Leaf):
     """A real tensor that an operation reads."""
 
     tensor: Tensor
     checksum: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Held":
+    def of(cls, tensor: Tensor) -> "RealInput":
         """Keep this tensor's memory, even if `tensor.data` is assigned later."""
         return cls(tensor.detach(), checksum(tensor))
 
@@ -51,7 +51,7 @@ class Held(Leaf):
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `RandomStream`."""
+    """A recorded operation, with `Ref` or `RealInput` for tensors and `RandomStream` for generators."""
 
     func: Any
     args: Any
@@ -59,8 +59,8 @@ class Op:
     outputs: list[Ref | None]  # None: the result has no new storage
     reads: list[Value]
     writes: list[Value]
-    default_dtype: torch.dtype
     draw: Draw | None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @property
     def touches(self) -> list[Value]:
@@ -68,13 +68,13 @@ class Op:
         return list(dict.fromkeys(self.reads + self.writes))
 
 
-LoadOptions = Mapping[Value, list[Tensor]]
+Wanted = Mapping[Value, list[Tensor]]
 
 
 # Scheduling ------------------------------------------------------------------------------------------
 
 
-def needed(
+def needed_ops(
     ops: Iterable[Op], wanted: Iterable[Value], ends: Iterable[int], known: Container[int]
 ) -> list[Op]:
     """Return the operations that replay must run, in recorded order.
@@ -94,7 +94,7 @@ def needed(
     return kept[::-1]
 
 
-def schedule(ops: list[Op], wanted: LoadOptions) -> list[Op]:
+def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
     """Order the operations: draws as recorded, and after each the operations that it lets complete."""
     after = _dependencies(ops)
     makers: dict[Value, list[Op]] = {value: [] for value in wanted}
@@ -110,7 +110,7 @@ def schedule(ops: list[Op], wanted: LoadOptions) -> list[Op]:
     for made_by in makers.values():
         complete[max((step[op] for op in made_by), default=-1)] += made_by
     goals = complete[-1] + [op for number, draw in enumerate(draws) for op in [draw, *complete[number]]]
-    return _each_after_its_own(goals, after)
+    return _dependencies_first(goals, after)
 
 
 def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
@@ -128,7 +128,7 @@ def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
     return after
 
 
-def _each_after_its_own(goals: list[Op], after: dict[Op, list[Op]]) -> list[Op]:
+def _dependencies_first(goals: list[Op], after: dict[Op, list[Op]]) -> list[Op]:
     """Return the goals in order, each directly after its dependencies."""
     order: dict[Op, None] = {}
     for goal in goals:
@@ -150,30 +150,32 @@ class Player:
     def __init__(
         self,
         streams: Iterable[RandomStream],
-        deliver: Callable[[Tensor, Tensor], None],
-        wanted: LoadOptions,
+        deliver: Callable[[Tensor, Tensor], object],
+        wanted: Wanted,
         known: Mapping[int, Tensor],
         names: Callable[[Iterable[Value]], str],
+        keeps_all: bool,
     ) -> None:
-        self.deliver, self.wanted, self.names = deliver, wanted, names
+        """`keeps_all`: keep all generator states, not only those that a later draw returns to."""
+        self.deliver, self.wanted, self.names, self.keeps_all = deliver, wanted, names, keeps_all
         self.real: dict[Value, torch.UntypedStorage] = {}
         self.absent: set[Value] = set()
         self.generators: dict[RandomStream, Generator] = {}  # copies: user code may use the originals
         self.places: dict[RandomStream, int | None] = {}  # current mark of each generator
         self.states = dict(known)  # generator states, by mark
-        self.keeps_all = False  # keep all states, not only those that a later draw returns to
+
         for stream in streams:
             self.generators[stream] = Generator(CPU)
-            self.generators[stream].set_state(stream.before)
+            self.generators[stream].set_state(stream.initial_state)
             self.places[stream] = stream.first
-            self.states[stream.first] = stream.before
+            self.states[stream.first] = stream.initial_state
 
     def play(self, ops: list[Op]) -> None:
         """Run all operations; deliver each wanted value after its last use."""
         uses = Counter(value for op in ops for value in op.touches)
         for value in self.wanted:
             if value not in uses:  # never written: delivered uninitialized
-                self._hand_out(value)
+                self._deliver(value)
         for op in ops:
             self._run(op)
             uses.subtract(op.touches)
@@ -183,14 +185,14 @@ class Player:
                     self.real.pop(value, None)
             for value in done:
                 if value in self.wanted:
-                    self._hand_out(value)
+                    self._deliver(value)
 
     def state_at(self, stream: RandomStream, place: Tensor | int) -> Tensor:
         """Return the generator's state at this mark."""
-        self._go_to(stream, place)
+        self._seek(stream, place)
         return self.generators[stream].get_state()
 
-    def _hand_out(self, value: Value) -> None:
+    def _deliver(self, value: Value) -> None:
         storage = self._storage(value)
         del self.real[value]
         for tensor in self.wanted[value]:
@@ -199,12 +201,12 @@ class Player:
 
     def _run(self, op: Op) -> None:
         for leaf in leaves((op.args, op.kwargs)):
-            if isinstance(leaf, Held) and leaf.has_changed():
+            if isinstance(leaf, RealInput) and leaf.has_changed():
                 raise RuntimeError(
                     f"{self.names(op.writes)} was made from a tensor of shape {tuple(leaf.tensor.shape)} "
-                    "that has changed since, and its values are only made now: make it from a clone"
+                    "that has changed since, and its values are only computed now. Make it from a clone."
                 )
-        args, kwargs = mapped(self._thaw, (op.args, op.kwargs))
+        args, kwargs = mapped(self._real_argument, (op.args, op.kwargs))
         with _default_dtype(op.default_dtype):
             out = self._draw(op, op.draw, args, kwargs) if op.draw else op.func(*args, **kwargs)
         for ref, result in zip(op.outputs, leaves(out), strict=True):
@@ -213,18 +215,18 @@ class Player:
 
     def _draw(self, op: Op, draw: Draw, args: Any, kwargs: Any) -> Any:
         generator = self.generators[draw.stream]
-        self._go_to(draw.stream, draw.start)
+        self._seek(draw.stream, draw.start)
         if kwargs.get("generator") is generator:
             out = op.func(*args, **kwargs)
         else:
-            with as_torchs_generator(generator):
+            with as_default_generator(generator):
                 out = op.func(*args, **kwargs)
         self.places[draw.stream] = draw.mark
         if self.keeps_all or draw.mark in draw.stream.returned_to:
             self.states[draw.mark] = generator.get_state()
         return out
 
-    def _go_to(self, stream: RandomStream, place: Tensor | int) -> None:
+    def _seek(self, stream: RandomStream, place: Tensor | int) -> None:
         if isinstance(place, Tensor):
             self.generators[stream].set_state(place)
             self.places[stream] = None
@@ -232,12 +234,12 @@ class Player:
             self.generators[stream].set_state(self.states[place])
             self.places[stream] = place
 
-    def _thaw(self, leaf: Any) -> Any:
+    def _real_argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return self._tensor(leaf)
         if isinstance(leaf, RandomStream):
             return self.generators[leaf]
-        return leaf.tensor if isinstance(leaf, Held) else leaf
+        return leaf.tensor if isinstance(leaf, RealInput) else leaf
 
     def _tensor(self, ref: Ref) -> Tensor:
         empty = torch.empty(0, dtype=ref.dtype, device=CPU)
@@ -245,7 +247,7 @@ class Player:
 
     def _storage(self, value: Value) -> torch.UntypedStorage:
         if value in self.absent:
-            raise RuntimeError(f"{self.names([value])}: on the CPU there is no such result of an operation")
+            raise RuntimeError(f"{self.names([value])}: on the CPU, its operation has no such result.")
         if value not in self.real:
             room = torch.empty(value.storage.nbytes(), dtype=torch.uint8, device=CPU)
             self.real[value] = room.untyped_storage()

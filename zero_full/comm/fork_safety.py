@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def only_here(act: Callable[..., Any]) -> Callable[..., None]:
+def in_this_process_only(act: Callable[..., Any]) -> Callable[..., None]:
     """Wrap `act` so that it does nothing in a process that was forked from this one."""
     made_in = os.getpid()
 
@@ -22,6 +22,6 @@ def only_here(act: Callable[..., Any]) -> Callable[..., None]:
     return act_here
 
 
-def keep_for_good(thing: object) -> None:
+def leak(thing: object) -> None:
     """Leak `thing` in this process: its destructor would wait for threads that only the parent has."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

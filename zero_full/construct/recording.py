@@ -31,23 +31,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_full._compat import arguments_of, is_persistent_buffer
 from zero_full.construct.generators import CPU, RandomStreams
-from zero_full.construct.names import Names
-from zero_full.construct.recorded import twin_of
-from zero_full.construct.replay import Held, Op, Player, Ref, Value, needed, schedule
+from zero_full.construct.recorded_tensor import twin_of
+from zero_full.construct.replay_ops import Op, Player, RealInput, Ref, Value, needed_ops, schedule
+from zero_full.construct.tensor_names import TensorNames
 from zero_full.nested import leaves, mapped, tensors_in
 
 META = torch.device("meta")
 
 # Operations that do not read the tensor they write. (No operation reads its argument `out`.)
-BLIND = "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+OVERWRITES = (
+    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+)
 # Arguments that batch norms change although their schemas do not declare it.
-UNTOLD = "running_mean", "running_var"
+UNDECLARED_WRITES = "running_mean", "running_var"
 # Operations that keep the values of a tensor from a file. Only the dtype may change.
-FAITHFUL = "aten::_to_copy", "aten::clone"
+VALUE_PRESERVING = "aten::_to_copy", "aten::clone"
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class NewestVersion:
     """The rank that holds the newest version of a value, by GatheredParameters(modifier_rank)."""
 
     rank: int
@@ -61,27 +63,27 @@ class Recording:
         self._ops: list[Op] = []
         self._values: dict[int, Value] = {}  # current value of each meta storage, by the storage's identity
         self._written: set[Value] = set()
-        self.streams, self.names = RandomStreams(), Names()
+        self.streams, self.names = RandomStreams(), TensorNames()
         self.states: dict[int, Tensor] = {}  # generator states by mark, as far as a replay has computed them
         self.files: dict[Value, Any] = {}  # file from which initialize will read a value
-        self.beside_files = WeakIdKeyDictionary()  # module -> its real tensors that initialize will read, too
-        self.elsewhere: dict[Value, Elsewhere] = {}
+        self.real_before_load = WeakIdKeyDictionary()  # module -> its real tensors that a file will overwrite
+        self.newest: dict[Value, NewestVersion] = {}
         self.is_construction = True  # False while changes after construction are recorded
 
     @property
     def rng_state_before(self) -> Tensor:
         """State of torch's default generator from which replay starts. Can be set to another rank's."""
-        return self.streams.main.before
+        return self.streams.main.initial_state
 
     @rng_state_before.setter
     def rng_state_before(self, state: Tensor) -> None:
-        if not torch.equal(state, self.streams.main.before):
+        if not torch.equal(state, self.streams.main.initial_state):
             self.states.clear()
         self.streams.main.start_from(state)
 
     def replay(
         self,
-        deliver: Callable[[Tensor, Tensor], None],
+        deliver: Callable[[Tensor, Tensor], object],
         wanted: Iterable[Tensor],
         to_the_end: bool = True,
         remember: bool = False,
@@ -97,15 +99,15 @@ class Recording:
         by_value: dict[Value, list[Tensor]] = defaultdict(list)
         for tensor in {id(tensor): tensor for tensor in wanted}.values():
             by_value[self.value_of(tensor)].append(tensor)
-        ends = self.streams.ends() if to_the_end else {}
-        player = Player(self.streams, deliver, by_value, self.states, self.names_of)
-        player.keeps_all = remember
+        ends = self.streams.final_marks() if to_the_end else {}
+        player = Player(self.streams, deliver, by_value, self.states, self.names_of, keeps_all=remember)
+        ops = needed_ops(self._ops, by_value, ends.values(), player.states.keys())
         with torch.no_grad():
-            player.play(schedule(needed(self._ops, by_value, ends.values(), player.states.keys()), by_value))
+            player.play(schedule(ops, by_value))
         if remember:
             self.states = player.states
         if to_the_end:
-            self.streams.settle(
+            self.streams.set_final_states(
                 {stream: (mark, player.state_at(stream, mark)) for stream, mark in ends.items()}
             )
 
@@ -120,80 +122,82 @@ class Recording:
             for tensor in filter(is_recorded, tensors):
                 self.value_of(tensor)
             for leaf in made:
-                self._born(leaf)
+                self._new_result(leaf)
             return
-        self._refuse(func.name(), (args, kwargs), draws)
+        self._check_possible(func.name(), (args, kwargs), draws)
         refs = self._refs(tensors, targets)
-        born = [self._born(leaf) for leaf in made]
+        results = [self._new_result(leaf) for leaf in made]
         draw = self.streams.draw(generator_in((args, kwargs))) if draws else None
         if draw and any(argument.name == "generator" for argument in arguments_of(func)):
             kwargs = {**kwargs, "generator": draw.stream.generator}
-        args, kwargs = mapped(lambda leaf: self._freeze(leaf, refs), (args, kwargs))
+        args, kwargs = mapped(lambda leaf: self._recorded_argument(leaf, refs), (args, kwargs))
         reads = [ref.value for i, ref in refs.items() if not targets.get(i)]
-        writes = [refs[i].value for i in targets] + [ref.value for ref in born if ref]
-        self._note(Op(func, args, kwargs, born, reads, writes, torch.get_default_dtype(), draw), func.name())
+        writes = [refs[i].value for i in targets] + [ref.value for ref in results if ref]
+        self._append(Op(func, args, kwargs, results, reads, writes, draw), func.name())
 
-    def add_whole(self, func: Any, kwargs: dict[str, Any]) -> None:
+    def add_init_function(self, func: Any, kwargs: dict[str, Any]) -> None:
         """Record a function of `nn.init` that cannot run without values."""
-        self._refuse(func.__name__, kwargs, True)
+        self._check_possible(func.__name__, kwargs, True)
         refs = self._refs([kwargs["tensor"]], {id(kwargs["tensor"]): True})
         draw = self.streams.draw(generator_in(kwargs))
-        kwargs = mapped(lambda leaf: self._freeze(leaf, refs), kwargs)
+        kwargs = mapped(lambda leaf: self._recorded_argument(leaf, refs), kwargs)
         writes = [ref.value for ref in refs.values()]
-        self._note(Op(func, (), kwargs, [None], [], writes, torch.get_default_dtype(), draw), func.__name__)
+        self._append(Op(func, (), kwargs, [None], [], writes, draw), func.__name__)
 
-    def _note(self, op: Op, name: str) -> None:
+    def _append(self, op: Op, name: str) -> None:
         self._ops.append(op)
         self._written.update(op.writes)
         for value in op.reads:
             if value in self.files and value not in op.writes:
-                self.files |= dict.fromkeys(op.writes, self.files[value])  # a faithful copy: see `_refuse`
-        known = [self.elsewhere[value] for value in op.touches if value in self.elsewhere]
+                # `_check_possible` has found that this operation preserves values.
+                self.files |= dict.fromkeys(op.writes, self.files[value])
+        known = [self.newest[value] for value in op.touches if value in self.newest]
         if known:
-            what = token_hex() if op.draw or len(set(known)) > 1 else f"{name} {_told((op.args, op.kwargs))}"
-            since = Elsewhere(known[0].rank, (*known[0].since, what))
-            self.elsewhere |= dict.fromkeys(op.writes, since)
+            is_comparable = op.draw is None and len(set(known)) == 1
+            what = f"{name} {_signature((op.args, op.kwargs))}" if is_comparable else token_hex()
+            since = NewestVersion(known[0].rank, (*known[0].since, what))
+            self.newest |= dict.fromkeys(op.writes, since)
 
-    def _refuse(self, name: str, given: Any, draws: bool) -> None:
+    def _check_possible(self, name: str, given: Any, draws: bool) -> None:
         """Raise RuntimeError if this operation depends on something that only initialize will do."""
-        if self.files and name not in FAITHFUL:
-            self.refuse_if_from_file(name, filter(is_recorded, tensors_in(given)))
-        if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
+        if self.files and name not in VALUE_PRESERVING:
+            self.check_not_from_file(name, filter(is_recorded, tensors_in(given)))
+        if draws and not self.is_construction and self.streams.drawn_out_of_order(generator_in(given)):
             names = self.names_of(map(self.value_of, filter(is_recorded, tensors_in(given))))
             raise RuntimeError(
-                f"{name} of {names} should draw what follows the random numbers of construction, but those "
-                "are only drawn in initialize, and others were drawn from the same generator meanwhile: call "
-                "torch.manual_seed first, or do it inside Init"
+                f"{name} of {names} cannot continue the random numbers of construction: zero_full.initialize "
+                "draws those, and the same generator has drawn others meanwhile. Call torch.manual_seed "
+                "first, or do it inside zero_full.Init."
             )
 
-    def read_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
+    def load_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
         """Record that initialize will read the parameters and buffers of these modules from a file."""
         for module in modules:
             real: dict[str, Tensor] = {}
-            for name, tensor in saved_in(module):
+            for name, tensor in state_of(module):
                 twin = twin_of(tensor)
                 if twin is not None:
                     self.files[self.value_of(twin)] = file
                 else:
                     real[name] = tensor.detach().clone()
-            self.beside_files[module] = real
+            self.real_before_load[module] = real
 
-    def newest_of(self, tensor: Tensor) -> Elsewhere | None:
+    def newest_version(self, tensor: Tensor) -> NewestVersion | None:
         """Return the rank that has newer values of this tensor, or None."""
-        return self.elsewhere.get(self.value_of(tensor))
+        return self.newest.get(self.value_of(tensor))
 
     def file_of(self, tensor: Tensor) -> Any:
         """Return the file from which initialize will read this tensor, or None."""
         return self.files.get(self.value_of(tensor))
 
-    def refuse_if_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
+    def check_not_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
         """Raise RuntimeError if initialize has yet to read one of these tensors from a file."""
         values = [self.value_of(tensor) for tensor in tensors] if self.files else []
         fixed = [value for value in values if value in self.files]
         if fixed:
             raise RuntimeError(
-                f"{self.names_of(fixed)}: initialize will read the values that Init(weights=...) names, and "
-                f"{what} cannot come before: do it after initialize, inside zero_full.GatheredParameters"
+                f"{what} on {self.names_of(fixed)} comes too early: initialize will overwrite it with the "
+                "file of Init(weights=...). Do it after initialize, inside zero_full.GatheredParameters."
             )
 
     # Tensors and their values --------------------------------------------------------------------
@@ -202,9 +206,9 @@ class Recording:
         """Return the current value of a tensor's storage."""
         value = self._values.get(id(tensor.untyped_storage()))
         if value is None:
-            names = self.names.where(lambda twin: twin is tensor)
+            names = self.names.matching(lambda twin: twin is tensor)
             what = ", ".join(names) or f"a tensor of shape {tuple(tensor.shape)}"
-            raise ValueError(f"{what} has no values: the operation that made it could not be recorded")
+            raise ValueError(f"{what} has no values: the operation that made it was not recorded.")
         return value
 
     def is_empty(self, tensor: Tensor) -> bool:
@@ -228,11 +232,11 @@ class Recording:
         return ", ".join(found) or "a tensor that zero_full.Init has recorded"
 
     def _names(self, values: Container[Value]) -> list[str]:
-        return self.names.where(lambda twin: self._values.get(id(twin.untyped_storage())) in values)
+        return self.names.matching(lambda twin: self._values.get(id(twin.untyped_storage())) in values)
 
     def _ref(self, tensor: Tensor) -> Ref:
         if tensor.is_conj() or tensor.is_neg():
-            raise RuntimeError("a lazy conjugate cannot be recorded; use Tensor.conj_physical()")
+            raise RuntimeError("a lazy conjugate cannot be recorded. Use Tensor.conj_physical().")
         offset = int(tensor.storage_offset())
         return Ref(self.value_of(tensor), tensor.shape, tensor.stride(), offset, tensor.dtype)
 
@@ -240,17 +244,17 @@ class Recording:
         """Return a reference to each meta tensor, by identity. Targets last, as they may overlap sources."""
         recorded = {id(tensor): tensor for tensor in tensors if is_recorded(tensor)}
         refs = {i: self._ref(tensor) for i, tensor in recorded.items() if i not in targets}
-        for i, blind in targets.items():
+        for i, overwrites in targets.items():
             storage = recorded[i].untyped_storage()
             whole = recorded[i].is_contiguous() and recorded[i].nbytes == storage.nbytes()
-            if blind and whole:
+            if overwrites and whole:
                 self._values[id(storage)] = Value(storage)
             refs[i] = self._ref(recorded[i])
         return refs
 
-    def _freeze(self, leaf: Any, refs: dict[int, Ref]) -> Any:
+    def _recorded_argument(self, leaf: Any, refs: dict[int, Ref]) -> Any:
         if isinstance(leaf, Tensor):
-            return refs[id(leaf)] if id(leaf) in refs else Held.of(leaf)
+            return refs[id(leaf)] if id(leaf) in refs else RealInput.of(leaf)
         if isinstance(leaf, Generator):
             return self.streams.of(leaf)
         return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
@@ -258,7 +262,7 @@ class Recording:
     def _is_new(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._values
 
-    def _born(self, leaf: Any) -> Ref | None:
+    def _new_result(self, leaf: Any) -> Ref | None:
         """Return a reference to an operation's result if its storage is new, else None."""
         if not self._is_new(leaf):
             return None
@@ -266,7 +270,7 @@ class Recording:
         return self._ref(leaf)
 
 
-def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors that a module itself, without its children, has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -294,12 +298,11 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
 
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(arguments_of(func))
-    return [
-        (i, argument.name)
-        for i, argument in arguments
-        if argument.name in UNTOLD or (argument.alias_info is not None and argument.alias_info.is_write)
-    ]
+    def is_written(argument: Any) -> bool:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        return declared or argument.name in UNDECLARED_WRITES
+
+    return [(i, each.name) for i, each in enumerate(arguments_of(func)) if is_written(each)]
 
 
 def generator_in(args: Any) -> Generator:
@@ -312,7 +315,7 @@ def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[i
     """Return the tensors that an operation changes, by identity, and whether it overwrites them unread."""
     if not _written_arguments(func):
         return {}
-    overwrites = func.name().removeprefix("aten::").split(".")[0] in BLIND.split()
+    overwrites = func.name().removeprefix("aten::").split(".")[0] in OVERWRITES.split()
     seen = [id(tensor) for tensor in tensors]
     return {
         id(tensor): (overwrites or name == "out") and seen.count(id(tensor)) == 1
@@ -320,12 +323,12 @@ def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[i
     }
 
 
-def _told(args: Any) -> str:
+def _signature(args: Any) -> str:
     """Return an operation's arguments as text that is equal on all ranks that run the same operation."""
 
-    def told(leaf: Any) -> Any:
+    def described(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return *leaf.size, leaf.dtype
-        return leaf.checksum if isinstance(leaf, Held) else leaf
+        return leaf.checksum if isinstance(leaf, RealInput) else leaf
 
-    return str([told(leaf) for leaf in leaves(args)])
+    return str([described(leaf) for leaf in leaves(args)])

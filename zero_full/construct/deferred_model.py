@@ -14,10 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full.construct.agreement import Everyone, Told
-from zero_full.construct.deferred import saved_in
-from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
-from zero_full.construct.recorder import Recorder, here, latest
+from zero_full.construct.recorded_tensor import (
+    UNRECORDED_ASSIGNMENT,
+    Record,
+    Recorded,
+    dematerialize,
+    is_empty_shell,
+    materialize,
+    twin_of,
+)
+from zero_full.construct.recording import state_of
+from zero_full.construct.session import Recorder, latest, local
+from zero_full.construct.source_rank import SourceRanks, ValueReport
 from zero_full.nested import tensors_in
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.group.checksum import digest
@@ -25,7 +33,7 @@ from zero_full.shard.group.parameters import is_released, placeholder_scalar
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.registry import opened
 
-Put = Callable[[Parameter, Tensor], None]  # sets a parameter's values
+Assign = Callable[[Parameter, Tensor], None]  # sets a parameter's values
 Deliver = Callable[[str, Tensor], None]  # receives a name and its values
 
 
@@ -40,48 +48,48 @@ class Deferred:
         self.model, self.device = model, device
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
-            _refuse_unfit(name, tensor, device)
-        check_no_overlap(_extents(self.named))
+            _check_constructed(name, tensor)
+        check_no_overlap(_memory_ranges(self.named))
         # Shapes and dtypes of construction, which `initialize` has compared between ranks. Sharding may
         # change a parameter's dtype later.
-        self.made_as = {name: (tensor.shape, tensor.dtype) for name, tensor in self.named.items()}
-        self.weights = _files(model, self.named)  # files to read in place of initial values
+        self.constructed_as = {name: (tensor.shape, tensor.dtype) for name, tensor in self.named.items()}
+        self.weights = _weights_files(model, self.named)  # files to read in place of initial values
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
         self.attributes = {tensor: tensor._record for tensor in _attributes(model, recorded.values())}
         self.recorders = self._recorders()
-        self.parameters: set[Parameter] = set()  # parameters whose values `fill` sets
+        self.parameters: set[Parameter] = set()  # parameters whose values `run_replay` sets
         self.real: dict[str, Tensor] = {}  # values of tensors that are not recorded
-        here.undo.append(self._take_back)
+        local.undo.append(self._take_back)
         for name, tensor in recorded.items():
-            self.records[name].keeper.recording.names.given[name] = self.records[name].twin
-            reveal(tensor, placeholder_scalar(tensor.dtype, device).expand(tensor.shape))
+            self.records[name].recorder.recording.names.given[name] = self.records[name].twin
+            materialize(tensor, placeholder_scalar(tensor.dtype, device).expand(tensor.shape))
 
     def _recorders(self) -> list[Recorder]:
         """Return the recorders of the model's tensors, also if these tensors were replaced since."""
         records = (*self.records.values(), *self.attributes.values())
-        found = dict.fromkeys(cast(Recorder, record.keeper) for record in records)
+        found = dict.fromkeys(cast(Recorder, record.recorder) for record in records)
         last = latest()
-        if last is not None and last.has_made(self.model):
+        if last is not None and last.has_constructed(self.model):
             found[last] = None
         return list(found)
 
     def _take_back(self) -> None:
         for name, record in self.records.items():
-            conceal(self.named[name], record)
+            dematerialize(self.named[name], record)
 
-    def refuse_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
+    def check_optimizer_parameters(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise ValueError if an optimizer has recorded parameters that are not in the model."""
         for param in (p for group in groups for p in group["params"]):
             if isinstance(param, Recorded):
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(param.shape)} that zero_full.Init has "
-                    "recorded and that is not in the model: register it in one of the model's modules"
+                    "recorded and that is not in the model. Register it in one of the model's modules."
                 )
 
-    def meet(self, pair: Pair) -> None:
+    def exchange_random_states(self, pair: Pair) -> None:
         """Exchange random states. If the model is recorded on any rank, all ranks fill it. Collective."""
-        self.everyone = Everyone(pair)
+        self.source_ranks = SourceRanks(pair)
         states = pair.gather_objects([r.recording.rng_state_before for r in self.recorders], "random states")
         if any(states):
             self.first_states: list[Tensor] = states[0]
@@ -90,86 +98,80 @@ class Deferred:
 
     # Values --------------------------------------------------------------------------------------
 
-    def fill(self, put: Put) -> None:
-        """Replay the recording, and call `put` with every parameter and its values, one at a time."""
+    def run_replay(self, assign: Assign) -> None:
+        """Replay the recording, and call `assign` with every parameter and its values, one at a time."""
         self.digests: dict[str, bytes] = {}
 
         def deliver(name: str, real: Tensor) -> None:
-            self.digests[name] = digest(real) if len(self.everyone.ranks) > 1 else b""
-            self._put(name, real, put)
+            self.digests[name] = digest(real) if len(self.source_ranks.ranks) > 1 else b""
+            self._assign(name, real, assign)
 
         # Other tensors of the model may differ between ranks, as without Init.
-        _play(self.recorders, self.attributes, _reveal, to_the_end=False)
+        _play(self.recorders, self.attributes, materialize, to_the_end=False)
         for recorder, state in zip(self.recorders, self.first_states, strict=False):
             recorder.recording.rng_state_before = state
         self._deliver(list(self.named), deliver, to_the_end=True)
 
-    def share(self, put: Put) -> None:
+    def broadcast_differences(self, assign: Assign) -> None:
         """Broadcast the tensors that differ between ranks. Every rank must call this."""
-        for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
-            self._hear(speaker, names, put)
+        newest = {name: r.recorder.recording.newest_version(r.twin) for name, r in self.records.items()}
+        report = ValueReport(self.digests, {name: rank for name, rank in newest.items() if rank is not None})
+        for sender, names in self.source_ranks.senders(report).items():
+            self._receive(sender, names, assign)
         for recorder in self.recorders:
-            recorder.has_played()
+            recorder.mark_replayed()
 
     def _deliver(self, names: list[str], deliver: Deliver, to_the_end: bool) -> None:
         for name in names:
             if name in self.real:
                 deliver(name, self.real[name])
         records = {name: self.records[name] for name in names if name in self.records}
-        remember = to_the_end and any(recorder.has_made_more(self.model) for recorder in self.recorders)
+        remember = to_the_end and any(each.has_constructed_more(self.model) for each in self.recorders)
         _play(self.recorders, records, deliver, to_the_end, remember)
 
-    def _hear(self, speaker: int, names: list[str], put: Put) -> None:
-        """Receive the tensors `names` from the rank `speaker`, in the order of its replay."""
-        everyone, device = self.everyone, self.device
+    def _receive(self, sender: int, names: list[str], assign: Assign) -> None:
+        """Receive the tensors `names` from the rank `sender`, in the order of its replay."""
+        source_ranks, device = self.source_ranks, self.device
         number = torch.empty(1, dtype=torch.int64, device=device)
 
-        def say(name: str, real: Tensor) -> None:
-            everyone.hear(speaker, number.fill_(names.index(name)), "a name")
-            everyone.hear(speaker, real.to(device), name)
-            self._put(name, real, put)  # again, as uninitialized memory differs between replays
+        def send(name: str, real: Tensor) -> None:
+            source_ranks.broadcast_from(sender, number.fill_(names.index(name)), "a name")
+            source_ranks.broadcast_from(sender, real.to(device), name)
+            self._assign(name, real, assign)  # again, as uninitialized memory differs between replays
 
-        if everyone.here == speaker:
-            self._deliver(names, say, to_the_end=False)
+        if source_ranks.here == sender:
+            self._deliver(names, send, to_the_end=False)
             return
         for _ in names:
-            name = names[int(everyone.hear(speaker, number, "a name"))]
-            shape, dtype = self.made_as[name]
+            name = names[int(source_ranks.broadcast_from(sender, number, "a name"))]
+            shape, dtype = self.constructed_as[name]
             room = torch.empty(shape, dtype=dtype, device=device)
-            self._put(name, everyone.hear(speaker, room, name), put)
+            self._assign(name, source_ranks.broadcast_from(sender, room, name), assign)
 
     @torch.no_grad()
-    def _put(self, name: str, real: Tensor, put: Put) -> None:
+    def _assign(self, name: str, real: Tensor, assign: Assign) -> None:
         target = self.named[name]
         if isinstance(target, Parameter):
-            put(target, real)
+            assign(target, real)
         elif name in self.records:
             target.data = (real.contiguous() if 0 in real.stride() else real).to(self.device)
         else:
             target.copy_(real)
 
-    def _elsewhere(self) -> dict[str, Any]:
-        newest = {name: r.keeper.recording.newest_of(r.twin) for name, r in self.records.items()}
-        return {name: rank for name, rank in newest.items() if rank is not None}
-
 
 def _play(
     recorders: list[Recorder],
     records: Mapping[Any, Record],
-    deliver: Callable[[Any, Tensor], None],
+    deliver: Callable[[Any, Tensor], object],
     to_the_end: bool,
     remember: bool = False,
 ) -> None:
     behind = {id(record.twin): key for key, record in records.items()}
     for recorder in recorders:
-        twins = [record.twin for record in records.values() if record.keeper is recorder]
+        twins = [record.twin for record in records.values() if record.recorder is recorder]
         recorder.recording.replay(
             lambda twin, real: deliver(behind[id(twin)], real), twins, to_the_end, remember
         )
-
-
-def _reveal(tensor: Recorded, real: Tensor) -> None:
-    reveal(tensor, real)
 
 
 def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded]:
@@ -185,21 +187,21 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
 # Checks ----------------------------------------------------------------------------------------------
 
 
-def _refuse_unfit(name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_constructed(name: str, tensor: Tensor) -> None:
     if tensor in opened:
-        raise RuntimeError(f"{name} is inside GatheredParameters: leave that before initialize")
+        raise RuntimeError(f"{name} is inside GatheredParameters. Leave that context before initialize.")
     if isinstance(tensor, Recorded):
         return
     if is_empty_shell(tensor):
-        raise ValueError(f"{name}: {NOT_TOLD}")
-    if tensor.is_meta and device.type != "meta":  # a memory plan is of a model without values
+        raise ValueError(f"{name}: {UNRECORDED_ASSIGNMENT}")
+    if tensor.is_meta:
         raise ValueError(
-            f"{name} is on the meta device, and nothing is known of its values: construct the model inside "
-            "zero_full.Init()"
+            f"{name} is on the meta device, so its values are unknown. Construct the model inside "
+            "zero_full.Init()."
         )
 
 
-def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
+def _memory_ranges(named: Mapping[str, Tensor]) -> Iterator[Extent]:
     """Yield the memory ranges of all parameters that are real or recorded."""
     for name, tensor in named.items():
         twin = twin_of(tensor)
@@ -211,7 +213,7 @@ def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
             yield Extent(memory, start, start + tensor.nbytes, name)
 
 
-def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
+def _weights_files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
     """Return the files of `Init(weights=...)` for this model.
 
     Raises ValueError if reading them would overwrite a change.
@@ -220,17 +222,17 @@ def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
     covered: dict[nn.Module, dict[str, Tensor]] = {}
     for tensor in named.values():
         if isinstance(tensor, Recorded):
-            recording = tensor._record.keeper.recording
+            recording = tensor._record.recorder.recording
             files[recording.file_of(tensor._record.twin)] = None
-            covered |= recording.beside_files.items()
+            covered |= recording.real_before_load.items()
     files.pop(None, None)
     for prefix, module in model.named_modules() if files else ():
-        for name, tensor in saved_in(module):
+        for name, tensor in state_of(module):
             was = covered.get(module, {}).get(name, torch.empty(0))
             if not isinstance(tensor, Recorded) and not torch.equal(was.to(tensor), tensor):
                 name = f"{prefix}.{name}" if prefix else name
                 raise ValueError(
-                    f"{name} was made or changed outside Init(weights=...), whose file would undo that: "
-                    "construct it inside, or give it its values after initialize"
+                    f"{name} was made or changed outside Init(weights=...), whose file would undo that. "
+                    "Construct it inside, or assign its values after initialize."
                 )
     return list(files)

@@ -8,7 +8,7 @@ object.
 
 All torch functions on a `Recorded` go through `__torch_function__`. Queries of shape, dtype and the like use
 the twin (ABOUT_VALUES). Gradients and hooks belong to the shell, and so does the device, once the model is
-constructed. Functions that expose memory raise (NEEDS_MEMORY). The keeper runs and records all others.
+constructed. Functions that expose memory raise (NEEDS_MEMORY). The recorder runs and records all others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,30 +52,29 @@ def _methods(names: str) -> set[Any]:
     return {_slot(name) for name in names.split()}
 
 
-ABOUT_VALUES = _getters("shape dtype layout ndim itemsize nbytes requires_grad grad_fn is_leaf is_sparse")
-ABOUT_VALUES |= _methods(
+SHAPE_AND_DTYPE = _getters("shape dtype layout ndim itemsize nbytes requires_grad grad_fn is_leaf is_sparse")
+SHAPE_AND_DTYPE |= _methods(
     "size dim ndimension numel nelement element_size stride storage_offset is_contiguous"
 )
-ABOUT_VALUES |= _methods("is_floating_point is_complex is_signed is_conj is_neg is_inference __len__")
+SHAPE_AND_DTYPE |= _methods("is_floating_point is_complex is_signed is_conj is_neg is_inference __len__")
 DEVICE = _getters("device is_cpu is_cuda") | _methods("get_device")
-OF_THE_SHELL = _getters("grad retains_grad name") | {_slot(name).__get__ for name in (*METADATA, VIEW_BASE)}
-OF_THE_SHELL |= _methods("register_hook register_post_accumulate_grad_hook is_shared is_pinned")
-OF_THE_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot(BACKWARD_HOOKS).__set__}
-OF_THE_SHELL |= {has_compatible_type}
-OF_BOTH = {Tensor.requires_grad_, _slot("requires_grad").__set__}
+ON_SHELL = _getters("grad retains_grad name") | {_slot(name).__get__ for name in (*METADATA, VIEW_BASE)}
+ON_SHELL |= _methods("register_hook register_post_accumulate_grad_hook is_shared is_pinned")
+ON_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot(BACKWARD_HOOKS).__set__}
+ON_SHELL |= {has_compatible_type}
+ON_BOTH = {Tensor.requires_grad_, _slot("requires_grad").__set__}
 NEEDS_MEMORY = _methods("data_ptr untyped_storage storage share_memory_ pin_memory") | {typed_storage}
 NEEDS_MEMORY |= _methods("backward numpy __array__ tolist __dlpack__ apply_ map_ map2_")
 NEEDS_MEMORY |= {torch.autograd.backward, torch.autograd.grad}
 
 
-NOT_TOLD = (
-    "recorded values were given to a tensor in a way that torch does not always tell of (such as "
-    "parameter.data = recorded, or a tensor subclass): make an nn.Parameter(recorded) of them, or do it "
-    "outside zero_full.Init"
+UNRECORDED_ASSIGNMENT = (
+    "a recorded tensor was assigned to it in a way that torch does not always report (parameter.data = "
+    "recorded, or a tensor subclass). Use nn.Parameter(recorded), or do it outside zero_full.Init."
 )
 
 
-class Keeper(Protocol):
+class RecorderProtocol(Protocol):
     """Interface of the object that records the operations on a tensor."""
 
     recording: Any
@@ -83,35 +82,32 @@ class Keeper(Protocol):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record a call, and return the result of `func`."""
 
-    def name_of(self, twin: Tensor) -> str:
-        """Return the tensor's name in its model, for error messages."""
-
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
         """Return a context in which these tensors have values: see `GatheredParameters`."""
 
 
 class Record:
-    """The data behind a recorded tensor: its twin, keeper and parameter class."""
+    """The data behind a recorded tensor: its twin, recorder and parameter class."""
 
     kind: type[Parameter] | None = None  # class of the parameter; None: a plain tensor
-    # Inside GatheredParameters (see `edits`):
-    users = 0  # number of contexts
+    # Inside GatheredParameters (see `early_gather`):
+    contexts = 0  # number of contexts
     rank: int | None = None  # modifier rank
-    shown: Any = None  # fingerprint at the start
-    is_borrowed = False  # received from the rank that has changed it last
+    at_start: Any = None  # fingerprint at the start
+    was_received = False  # received from the rank that has changed it last
     accepted: Any = None  # fingerprint at the end of a context with a modifier rank
 
-    def __init__(self, keeper: Keeper, twin: Tensor) -> None:
-        self.keeper, self.twin = keeper, twin
+    def __init__(self, recorder: RecorderProtocol, twin: Tensor) -> None:
+        self.recorder, self.twin = recorder, twin
 
     @property
     def name(self) -> str:
         """The tensor's name, for error messages."""
-        return self.keeper.name_of(self.twin)
+        return cast(str, self.recorder.recording.name_of(self.twin))
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
         """Return a context in which these tensors have values: see `GatheredParameters`."""
-        return self.keeper.gathered(tensors, rank)
+        return self.recorder.gathered(tensors, rank)
 
 
 class Recorded(ParameterCandidate):
@@ -123,12 +119,12 @@ class Recorded(ParameterCandidate):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Recorded):
-            if func in ABOUT_VALUES:
+            if func in SHAPE_AND_DTYPE:
                 return func(args[0]._record.twin, *args[1:], **kwargs)
-            if func in OF_THE_SHELL or func in DEVICE:
+            if func in ON_SHELL or func in DEVICE:
                 with without_overrides():
                     return func(*args, **kwargs)
-        return next(recorded_in((args, kwargs)))._record.keeper.run(func, args, kwargs)
+        return next(recorded_in((args, kwargs)))._record.recorder.run(func, args, kwargs)
 
     def is_parameter(self) -> bool:
         """Return whether this is a parameter."""
@@ -137,7 +133,7 @@ class Recorded(ParameterCandidate):
     def become_parameter(self, kind: type[Parameter]) -> None:
         """Turn this tensor into a parameter of this class."""
         self._record.kind = kind
-        _become(self, _recorded_kind(kind))
+        _set_class(self, _recorded_kind(kind))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -148,19 +144,19 @@ class Recorded(ParameterCandidate):
             if self._record.kind is not None:
                 copied = self._record.kind(copied, self.requires_grad)
             else:
-                told = {key: value for key, value in vars(self).items() if key != "_record"}
-                vars(copied.requires_grad_(self.requires_grad)).update(deepcopy(told, memo))
+                attributes = {key: value for key, value in vars(self).items() if key != "_record"}
+                vars(copied.requires_grad_(self.requires_grad)).update(deepcopy(attributes, memo))
             memo[id(self)] = copied
         return cast(Tensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse(self, "pickling")
+        raise_no_values(self, "pickling")
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
 
     def __format__(self, how: str) -> str:
-        return refuse(self, f"the format {how!r}") if how else repr(self)
+        return raise_no_values(self, f"the format {how!r}") if how else repr(self)
 
     def __repr__(self, **contents: Any) -> str:  # type: ignore[override]
         about = f"size={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
@@ -174,11 +170,11 @@ def _recorded_kind(kind: type[Parameter] | None) -> type[Recorded]:
     return Recorded if kind in (None, Parameter) else cast(Any, type)(kind.__name__, (Recorded, kind), {})
 
 
-def refuse(tensor: Recorded, what: str) -> NoReturn:
+def raise_no_values(tensor: Recorded, what: str) -> NoReturn:
     """Raise NoValuesError, because `what` needs the tensor's values."""
     raise NoValuesError(
-        f"{what} needs values of {tensor._record.name}, which come in zero_full.initialize: do it then, or "
-        "inside zero_full.GatheredParameters"
+        f"{what} needs values of {tensor._record.name}, which zero_full.initialize computes. Do it "
+        "afterwards, or inside zero_full.GatheredParameters."
     )
 
 
@@ -218,39 +214,39 @@ def is_empty_shell(tensor: Tensor) -> bool:
     return identity_of(tensor.untyped_storage()) == identity_of(_nothing(tensor.dtype).untyped_storage())
 
 
-def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
-    """Make a new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
+def new_recorded(recorder: RecorderProtocol, twin: Tensor) -> Recorded:
+    """Make a new recorded tensor. (torch functions are disabled, here and in `sync_shell`.)"""
     shown = _shown(twin.dtype, twin.shape).data  # with its own version counter
     made: Recorded = instance_of(Recorded, shown)
-    made._record = Record(keeper, twin)
+    made._record = Record(recorder, twin)
     return made
 
 
-def show_twin(tensor: Recorded) -> None:
+def sync_shell(tensor: Recorded) -> None:
     """Update the shell to its twin's shape and dtype, which may have changed."""
     twin = tensor._record.twin
     if tensor.shape != twin.shape or tensor.dtype != twin.dtype:
         tensor.data = _shown(twin.dtype, twin.shape)
 
 
-def reveal(tensor: Recorded, real: Tensor) -> Record:
+def materialize(tensor: Recorded, real: Tensor) -> Record:
     """Assign values to a recorded tensor, which makes it an ordinary one. Returns its record."""
     behind = tensor._record
     with without_functions():
         tensor.data = real
     del tensor._record
-    _become(tensor, behind.kind or Tensor)
+    _set_class(tensor, behind.kind or Tensor)
     return behind
 
 
-def conceal(tensor: Tensor, behind: Record) -> None:
+def dematerialize(tensor: Tensor, behind: Record) -> None:
     """Turn a tensor back into a recorded one."""
     with without_functions():
         tensor.data = _shown(behind.twin.dtype, behind.twin.shape)
-    _become(tensor, _recorded_kind(behind.kind))
+    _set_class(tensor, _recorded_kind(behind.kind))
     vars(tensor)["_record"] = behind
 
 
-def _become(tensor: Tensor, kind: type[Tensor]) -> None:
+def _set_class(tensor: Tensor, kind: type[Tensor]) -> None:
     """Change the tensor's class, as torch does when it materializes a lazy parameter."""
     cast(Any, tensor).__class__ = kind

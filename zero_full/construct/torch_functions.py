@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import instance_of, without_functions
-from zero_full.construct.deferred import META, is_recorded
 from zero_full.construct.generators import CPU
-from zero_full.construct.recorded import (
+from zero_full.construct.recorded_tensor import (
     NEEDS_MEMORY,
-    NOT_TOLD,
-    OF_BOTH,
-    Keeper,
+    ON_BOTH,
+    UNRECORDED_ASSIGNMENT,
     Recorded,
-    refuse,
-    reveal,
-    shell_of,
-    show_twin,
+    RecorderProtocol,
+    materialize,
+    new_recorded,
+    raise_no_values,
+    sync_shell,
 )
+from zero_full.construct.recording import META, is_recorded
 from zero_full.nested import mapped, tensors_in
 
 # Functions of nn.init whose draws depend on values or cannot be observed. They are recorded as one operation.
-WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
+INIT_FUNCTIONS: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
 RESHAPING = {
     getattr(Tensor, f"{name}_")
     for name in (*("as_strided", "resize", "resize_as", "set", "squeeze", "unsqueeze"), "t", "transpose")
@@ -41,7 +41,7 @@ class FunctionCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shells: Shells
-    keeper: Keeper
+    recorder: RecorderProtocol
     constructs: bool  # during construction; False: a later change
 
     def run(self) -> Any:
@@ -49,25 +49,25 @@ class FunctionCall:
         special = (SPECIAL if self.shells else FROM_DATA).get(self.func)
         return special(self) if special else self.func(*self.args, **self.kwargs)
 
-    def dressed(self, out: Any) -> Any:
+    def to_recorded(self, out: Any) -> Any:
         """Return the result with recorded tensors in place of twins. (torch functions are disabled.)"""
         if self.func in RESHAPING:
             for shell in self.shells.values():
-                show_twin(shell)
-        return dressed(self.keeper, out, self.shells)
+                sync_shell(shell)
+        return to_recorded(self.recorder, out, self.shells)
 
 
-def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
+def to_twins(recorder: RecorderProtocol, given: Any, shells: Shells) -> Any:
     """Replace recorded tensors in a nested structure by their twins, and add them to `shells`."""
 
     def twin(leaf: Any) -> Any:
         if not isinstance(leaf, Recorded):
             return leaf
         behind = leaf._record
-        if behind.keeper is not keeper:
+        if behind.recorder is not recorder:
             raise RuntimeError(
-                f"{behind.name} was constructed in another zero_full.Init than what it meets here: construct "
-                "both in one, or initialize both models first"
+                f"{behind.name} is used with a tensor that was constructed in another zero_full.Init. "
+                "Construct both in one, or initialize both models first."
             )
         shells[id(behind.twin)] = leaf
         return behind.twin
@@ -75,18 +75,18 @@ def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
     return mapped(twin, given)
 
 
-def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
+def to_recorded(recorder: RecorderProtocol, out: Any, shells: Shells) -> Any:
     """Replace twins in a nested structure by their recorded tensors."""
 
     def shell(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        return shells[id(leaf)] if id(leaf) in shells else shell_of(keeper, leaf)
+        return shells[id(leaf)] if id(leaf) in shells else new_recorded(recorder, leaf)
 
     return mapped(shell, out)
 
 
-def _is_left_alone(call: FunctionCall) -> bool:
+def _is_meta(call: FunctionCall) -> bool:
     """Return the result of `tensor.is_meta`: False, as callers skip initialization on the meta device.
 
     Some functions of nn.init are recorded as one operation here, with the arguments in the caller's frame.
@@ -96,21 +96,21 @@ def _is_left_alone(call: FunctionCall) -> bool:
         frame = frame.f_back
     if not frame or frame.f_globals is not vars(nn.init):
         return False
-    function = next((f for name, f in WHOLE.items() if name in frame.f_code.co_name), None)
+    function = next((f for name, f in INIT_FUNCTIONS.items() if name in frame.f_code.co_name), None)
     if function is None or (function is nn.init.sparse_ and frame.f_locals["generator"] is not None):
         return False
     names = inspect.signature(function).parameters
-    call.keeper.recording.add_whole(
-        function, {name: bare(call.keeper, frame.f_locals[name], {}) for name in names}
+    call.recorder.recording.add_init_function(
+        function, {name: to_twins(call.recorder, frame.f_locals[name], {}) for name in names}
     )
     return True
 
 
-def _refuse(call: FunctionCall) -> Any:
-    refuse(next(iter(call.shells.values())), f"Tensor.{call.func.__name__}")
+def _needs_memory(call: FunctionCall) -> Any:
+    raise_no_values(next(iter(call.shells.values())), f"Tensor.{call.func.__name__}")
 
 
-def _do_with_both(call: FunctionCall) -> Any:
+def _on_both(call: FunctionCall) -> Any:
     with without_functions():
         call.func(call.shells[id(call.args[0])], *call.args[1:], **call.kwargs)
         return call.func(*call.args, **call.kwargs)
@@ -161,28 +161,28 @@ def _set_data(call: FunctionCall) -> None:
     (If the target is not recorded, torch reports the assignment only inside `Init`. `initialize` detects
     later ones.)
     """
-    bare, source = call.args
-    target, recording = call.shells.get(id(bare)), call.keeper.recording
+    to_twins, source = call.args
+    target, recording = call.shells.get(id(to_twins)), call.recorder.recording
     if target is None:
-        raise RuntimeError(f"{next(iter(call.shells.values()))._record.name}: {NOT_TOLD}")
+        raise RuntimeError(f"{next(iter(call.shells.values()))._record.name}: {UNRECORDED_ASSIGNMENT}")
     if is_recorded(source):
         if not call.constructs and recording.is_empty(source):
             raise RuntimeError(
-                f"{target._record.name} would be left without values, as by to_empty: leave that out, for "
-                "zero_full.initialize places the model; to set values, write them before this assignment"
+                f"{target._record.name} would be left without values, as by to_empty. Remove to_empty: "
+                "zero_full.initialize moves the model. To set values, write them before this assignment."
             )
-        call.func(bare, source)
+        call.func(to_twins, source)
         with without_functions():
-            show_twin(target)
+            sync_shell(target)
     else:
-        recording.refuse_if_from_file("an assignment", [bare])
-        reveal(target, source)
+        recording.check_not_from_file("an assignment", [to_twins])
+        materialize(target, source)
 
 
 # Devices ---------------------------------------------------------------------------------------------
 
 
-def _stay(call: FunctionCall) -> Any:
+def _to(call: FunctionCall) -> Any:
     """Run `to`, `cpu` or `cuda` without moving the tensor: initialize places the model. The dtype may change.
 
     A move to the CPU makes no copy, as usual. A move to another device makes a copy.
@@ -202,7 +202,7 @@ def _stay(call: FunctionCall) -> Any:
         options |= {"dtype": rest[0], **_named(rest[1:])}
     kind = "cpu" if place is None else torch.device(place).type
     if kind == "meta" and not call.constructs:
-        refuse(call.shells[id(tensor)], "to('meta')")
+        raise_no_values(call.shells[id(tensor)], "to('meta')")
     dtype = options.pop("dtype", None) or tensor.dtype
     copy = options.pop("copy", False) or kind not in ("cpu", "meta")
     return tensor.to(dtype, copy=copy, **options)
@@ -222,12 +222,12 @@ def _type(call: FunctionCall) -> Any:
 
 
 SPECIAL: dict[Any, Callable[[FunctionCall], Any]] = {
-    **dict.fromkeys(NEEDS_MEMORY, _refuse),
-    **dict.fromkeys(OF_BOTH, _do_with_both),
+    **dict.fromkeys(NEEDS_MEMORY, _needs_memory),
+    **dict.fromkeys(ON_BOTH, _on_both),
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),
-    **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda), _stay),
+    **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda), _to),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
-    Tensor.is_meta.__get__: _is_left_alone,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: _is_meta,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.new_tensor: _from_data,
     Tensor.type: _type,

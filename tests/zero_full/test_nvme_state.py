@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.offload import BlockTier
-from zero_full.offload import spill_file as scratch
-from zero_full.offload.nvme_state import OpenBlocks
+from zero_full.offload import BlockTier, spill_file
+from zero_full.offload.nvme_state import OpenNvmeTier
 
 PART = 100  # elements
 
@@ -33,9 +32,9 @@ def engine_of(path: Path | str, stage: int = 1, **keys: Any) -> Any:
     return zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero, **keys))[0]
 
 
-def tier_of(engine: Any) -> OpenBlocks:
+def tier_of(engine: Any) -> OpenNvmeTier:
     tier = engine.optimizer.settings.tier
-    assert isinstance(tier, OpenBlocks)
+    assert isinstance(tier, OpenNvmeTier)
     return tier
 
 
@@ -75,13 +74,13 @@ def what_is_held(comm: Any, stage: int, path: str) -> tuple[int, int, int, bool,
     go(engine, 0, 1, rank=comm.rank)
     tier, kept = tier_of(engine), engine.optimizer.holdings()["disk"]
     at_rest = all(in_the_file(tensor) for tensor in kept if tensor.numel())
-    largest = max(block.room for block in tier.blocks.values())
+    largest = max(block.padded_size for block in tier.blocks.values())
     before = tier.read_bytes, tier.written_bytes
     go(engine, 2, rank=comm.rank)
     moved = tier.read_bytes - before[0], tier.written_bytes - before[1]
     state = sum(tensor.nbytes for tensor in kept)
     buffers = sum(buffer.numel() for buffer in tier.buffers)
-    assert moved[0] == moved[1] == sum(block.room for block in tier.blocks.values())
+    assert moved[0] == moved[1] == sum(block.padded_size for block in tier.blocks.values())
     count_of_blocks = len(tier.blocks)
     assert state <= moved[0] <= state + count_of_blocks * (4096 + 64 * 20)
     engine.destroy()
@@ -174,7 +173,7 @@ def test_destroy_gives_everything_back(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, threading
-from tests.zero_full.test_blocks import engine_of, go, tier_of
+from tests.zero_full.test_nvme_state import engine_of, go, tier_of
 engine = engine_of(sys.argv[1])
 go(engine, 0)
 tier, write = tier_of(engine), tier_of(engine).file.write
@@ -301,15 +300,15 @@ def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, tmp_path: P
 
 def refused(comm: Any, path: str, free: int | None, make: Callable[[str], Any] = engine_of) -> str:
     """Why no engine comes to be there; on rank 1 the disk seems to have so much space."""
-    measured = scratch.free_bytes
+    measured = spill_file.free_bytes
     if free is not None and comm.rank == 1:
-        scratch.free_bytes = lambda directory: free
+        spill_file.free_bytes = lambda directory: free
     try:
         make(path)
     except Exception as error:
         return str(error)
     finally:
-        scratch.free_bytes = measured
+        spill_file.free_bytes = measured
     return ""
 
 
@@ -344,7 +343,7 @@ def test_what_nobody_hears_of_is_refused_with_the_reason(tmp_path: Path) -> None
     engine = engine_of(tmp_path)
     go(engine, 0, 1)
     engine.optimizer.state[engine.module.layers[0].weight]["exp_avg"].data.mul_(2)
-    with pytest.raises(RuntimeError, match=r"written through `.data`.*Go on from a checkpoint, in a new run"):
+    with pytest.raises(RuntimeError, match=r"changed through `.data`.*new run"):
         go(engine, 2)
     engine.destroy()
 

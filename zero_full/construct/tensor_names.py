@@ -10,18 +10,18 @@ from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_full.construct.recorded import twin_of
+from zero_full.construct.recorded_tensor import twin_of
 
 
-class Names:
+class TensorNames:
     """Registry of the modules that were constructed while it watched."""
 
     def __init__(self) -> None:
-        self.modules = WeakIdKeyDictionary()  # module -> finalizer that keeps the owner alive
+        self.modules = WeakIdKeyDictionary()  # module -> finalizer, which keeps the owner alive
         self.given: dict[str, Tensor] = {}  # twins by explicitly given names
 
     @contextmanager
-    def watching(self, is_recording: Callable[[], bool], owner: Any) -> Iterator[None]:
+    def watch(self, is_recording: Callable[[], bool], owner: Any) -> Iterator[None]:
         """Register every module that gets a tensor or a child while this thread's operations are recorded.
 
         The modules keep the owner alive, even if their recorded tensors are replaced.
@@ -29,7 +29,7 @@ class Names:
 
         def tensor(module: nn.Module, name: str, tensor: Any) -> None:
             if is_recording():
-                refuse_lazy(f"{name} of {type(module).__name__}", tensor)
+                check_not_lazy(f"{name} of {type(module).__name__}", tensor)
                 self._add(module, owner)
 
         def part(module: nn.Module, name: str, inner: Any) -> None:
@@ -46,12 +46,12 @@ class Names:
         if module not in self.modules:
             self.modules[module] = finalize(module, id, owner)
 
-    def let_go(self) -> None:
+    def release_owner(self) -> None:
         """Stop keeping the owner alive through the modules."""
-        for keeper in self.modules.values():
-            keeper.detach()
+        for finalizer in self.modules.values():
+            finalizer.detach()
 
-    def where(self, is_wanted: Callable[[Tensor], bool]) -> list[str]:
+    def matching(self, is_wanted: Callable[[Tensor], bool]) -> list[str]:
         """Return the names of the tensors whose twin is wanted."""
         found = {name: None for name, twin in self.given.items() if is_wanted(twin)}
         known = list(self.modules)
@@ -64,10 +64,10 @@ class Names:
         return list(found)
 
 
-def refuse_lazy(name: str, tensor: Any) -> None:
+def check_not_lazy(name: str, tensor: Any) -> None:
     """Raise ValueError for a parameter of a lazy module, which has no shape before the first forward."""
     if is_lazy(tensor):
         raise ValueError(
-            f"{name} has no shape yet: give its module the sizes (nn.Linear instead of nn.LazyLinear), or "
-            "construct it outside zero_full.Init and run a batch through it before initialize"
+            f"{name} has no shape yet. Give its module the sizes (nn.Linear instead of nn.LazyLinear), or "
+            "construct it outside zero_full.Init and run a batch through it before initialize."
         )
