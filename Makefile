@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-worlds test-others test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-page \
+.PHONY: help demo test test-all test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-page \
 	lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,26 +21,19 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 	@$(BIN)/python -m lessons demo
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
-# Two halves, beside each other: where ranks wait for each other, the other half computes. Each line says whose it is.
-WORLDS := tests/zero_full tests/conformance tests/hostile tests/fuzz
+# Two processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
 WHICH = not slow and not gpu and not hf
-BOTH_HALVES = @$(MAKE) --no-print-directory -j2 test-worlds test-others WHICH="$(WHICH)"
-test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones
+SUITE = command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
+	$(BIN)/python -m tests.suite -q --durations=20 -m "$(WHICH)" tests
+test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones (a quarter of an hour on two cores)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BOTH_HALVES)
+	@$(SUITE)
 
 test-all: WHICH = not gpu and not hf
 test-all: .venv/ready browser  ## all tests, the slow ones too
-	$(BOTH_HALVES)
-
-test-worlds: .venv/ready
-	@$(PYTEST) -m "$(WHICH)" $(WORLDS) 2>&1 | sed -u 's/^/worlds: /'
-
-test-others: .venv/ready
-	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
-	$(PYTEST) -m "$(WHICH)" tests $(WORLDS:%=--ignore=%) 2>&1 | sed -u 's/^/others: /'
+	@$(SUITE)
 
 lab: .venv/ready  ## JupyterLab, opened at your copies of the notebooks in work/notebooks
 	@$(BIN)/python -m lessons notebook > /dev/null

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from lessons import replace
 
@@ -17,6 +18,7 @@ if "zero_min" not in sys.modules:  # `judge` has done it already
 import pytest
 import torch
 
+from tests.pairwise import pairwise
 from tests.trainers import STAGES_OF, Subject
 from zero_min import STAGES
 
@@ -36,10 +38,40 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("here")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what `-m` leaves out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark rows of `@pytest.mark.pairwise` tests as slow that add no pair of values to the other rows.
+
+    A row that `skips` meets no pair. A learner's `check` has a selection of its own: `thorough`.
+    """
+    if config.getoption("--impl") == "mine":
+        return
+    tables: dict[str, dict[tuple[Any, ...], pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("pairwise")
+        if mark is not None and not item.get_closest_marker("slow"):
+            values = item.callspec.params  # type: ignore[attr-defined]
+            skips = mark.kwargs.get("skips", lambda **values: False)
+            if not skips(**values):
+                row = tuple(map(repr, values.values()))  # a dictionary has no hash
+                tables.setdefault(item.nodeid.partition("[")[0], {})[row] = item
+    for rows in tables.values():
+        chosen = {*pairwise([*rows])}
+        for row, item in rows.items():
+            if row not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: a test that collects garbage need not look at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The seed is what a failure is repeated with."""
+    if "tests.rotation" in sys.modules and config.getoption("--impl") != "mine":
+        terminalreporter.write_line(sys.modules["tests.rotation"].in_words())
 
 
 @pytest.fixture(autouse=True)

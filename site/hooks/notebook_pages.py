@@ -3,6 +3,9 @@
 A run is kept in build/notebook_pages until the notebook or code that it may call changes; tests/notebooks
 look at the same run. A notebook that fails stops the build. A picture becomes a file, and its description
 comes from the cell's metadata: "alt", a string, or a list of them if the cell shows several pictures.
+
+ZERO_FULL_NOTEBOOKS names those that are run, if not all are: a test run takes one. The page of another
+notebook shows the last run, or its cells without results.
 """
 
 import base64
@@ -14,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -32,6 +35,7 @@ CACHE = ROOT / "build" / "notebook_pages"
 CALLED = ("zero_min", "zero_full", "lessons", "tests/lessons")  # a change may change what a notebook shows
 AT_A_TIME = 2
 TIMEOUT_S = 300  # for a cell
+ONLY = "ZERO_FULL_NOTEBOOKS"  # the variable: names with spaces between them
 HEAD = "---\nsearch: {boost: 0.5}\n---\n\n"  # the lesson about the same comes first
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PICTURES = {"image/svg+xml": "svg", "image/png": "png"}
@@ -42,36 +46,43 @@ def names() -> list[str]:
     return sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-def runs() -> dict[str, Future[Path]]:
-    """Each notebook's folder of results, once it has run: page.md, its pictures and executed.ipynb."""
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return {name: pool.submit(_folder, name) for name in names()}
-
-
 def folders() -> dict[str, Path]:
-    """The folders of all notebooks; an error if one of them fails."""
-    return {name: run.result() for name, run in runs().items()}
+    """Each notebook's folder with page.md, its pictures and executed.ipynb. An error if a notebook fails."""
+    run = os.environ[ONLY].split() if ONLY in os.environ else names()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        results = {name: pool.submit(folder, name, name in run) for name in names()}
+    return {name: result.result() for name, result in results.items()}
 
 
-def _folder(name: str) -> Path:
+def folder(name: str, run: bool = True) -> Path:
+    """The notebook's folder, from its last run or a new one. Without `run` its cells may have no results."""
     path = NOTEBOOKS / f"{name}.ipynb"
-    folder = CACHE / f"{name}-{_key(path)}"
-    if not folder.exists():
-        place, began = f"notebook {name}, {names().index(name) + 1} of {len(names())}", time.perf_counter()
-        log.info("%s: running", place)
-        notebook = _executed(path)
-        log.info("%s: done after %.0f s", place, time.perf_counter() - began)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        fresh = Path(mkdtemp(dir=CACHE))
-        try:
-            (fresh / "executed.ipynb").write_text(json.dumps(notebook))
-            (fresh / "page.md").write_text(_Page(name, fresh).text(notebook))
-            for old in CACHE.glob(f"{name}-*"):
-                shutil.rmtree(old, ignore_errors=True)
-            with suppress(OSError):  # another build was as fast
-                fresh.rename(folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+    kept = CACHE / f"{name}-{_key(path)}"
+    if kept.exists():
+        return kept
+    if not run:
+        import nbformat  # as in `_executed`
+
+        return _made(name, nbformat.read(path, as_version=4), CACHE / "not_run" / kept.name)
+    place, began = f"notebook {name}, {names().index(name) + 1} of {len(names())}", time.perf_counter()
+    log.info("%s: running", place)
+    notebook = _executed(path)
+    log.info("%s: done after %.0f s", place, time.perf_counter() - began)
+    return _made(name, notebook, kept)
+
+
+def _made(name: str, notebook: Any, folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(mkdtemp(dir=folder.parent))
+    try:
+        (fresh / "executed.ipynb").write_text(json.dumps(notebook))
+        (fresh / "page.md").write_text(_Page(name, fresh).text(notebook))
+        for old in folder.parent.glob(f"{name}-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # another build was as fast
+            fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
@@ -131,7 +142,8 @@ class _Page:
             raise SiteError(f"{self.home}: the first cell must begin with a title, `# ...`")
         elsewhere = repository.links(self.name).items()
         opens = "".join(f" It opens in [{place}]({address})." for place, address in elsewhere)
-        facts = f"This page is `{self.home}`, run when the site was built. `make lab` opens it.{opens}"
+        run = "run when" if any(cell.get("outputs") for cell in notebook.cells) else "which was not run when"
+        facts = f"This page is `{self.home}`, {run} the site was built. `make lab` opens it.{opens}"
         return f'{HEAD}{title}\n\n<p class="facts" markdown="span">{facts}</p>\n\n{rest}\n'
 
     def _cell(self, number: int, cell: Any) -> Iterator[str]:

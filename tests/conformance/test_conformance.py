@@ -76,11 +76,16 @@ def beside(core: list[tuple[Case, int]], pairs: list[tuple[Case, int]]) -> list[
     return [pair if pair in core else pytest.param(*pair, marks=thorough) for pair in pairs]
 
 
+def ranks_differ(subject: Subject, case: Case, **others: Any) -> bool:
+    return subject.stage == 3 and case.kind == "uneven"
+
+
 def skip_if_ranks_differ(subject: Subject, case: Case) -> None:
-    if subject.stage == 3 and case.kind == "uneven":
+    if ranks_differ(subject, case):
         pytest.skip("at stage 3 a module that one rank skips is an error: see test_stage3.py")
 
 
+@pytest.mark.pairwise(skips=ranks_differ)
 @pytest.mark.parametrize(
     "case, world_size",
     [*beside(CORE, SOON), *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)],
@@ -91,6 +96,7 @@ def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: in
     claims.parity(subject, case, world_size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case, world_size", beside(CORE_BYTES, [*product(BYTES, WORLDS)]), ids=str)
 def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
     claims.memory(subject, case, world_size)
@@ -98,19 +104,25 @@ def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int
         claims.working_set(subject, case, world_size)
 
 
+def uses_decide(subject: Subject, case: Case, **others: Any) -> bool:
+    return subject.stage == 3 and case.kind in ("small", "tied", "unused")
+
+
+@pytest.mark.pairwise(skips=uses_decide)
 @pytest.mark.parametrize(
     "case, world_size",
     beside(CORE_BYTES, [*product([*BYTES, Case("unused", dtype=torch.float32)], WORLDS)]),
     ids=str,
 )
 def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
-    if subject.stage == 3 and case.kind in ("small", "tied", "unused"):
+    if uses_decide(subject, case):
         pytest.skip("stage 3 sends what the modules use: see test_stage3.py for these models")
     claims.traffic(subject, case, world_size)
     if subject.keeps_a_diary:
         claims.calls(subject, case, world_size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=thorough), 3])
 @pytest.mark.parametrize(
     "case", [Case(steps=4), Case("tied", steps=4, two_groups=True, micro_batches=2)], ids=str
@@ -119,6 +131,7 @@ def test_resumes_bit_for_bit(subject: Subject, case: Case, world_size: int) -> N
     claims.resume(subject, case, world_size)
 
 
+@pytest.mark.pairwise(skips=ranks_differ)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", PROCESS_CASES, ids=str)
 def test_real_processes_end_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
@@ -132,6 +145,11 @@ def test_real_processes_hold_and_send_exactly_the_formula(subject: Subject) -> N
     claims.traffic(subject, case, 3, "processes")
 
 
+def no_messages(subject: Subject, case: Case, **others: Any) -> bool:
+    return subject.impl != "full" or ranks_differ(subject, case)
+
+
+@pytest.mark.pairwise(skips=no_messages)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", [*PROCESS_CASES, Case(dtype=torch.float32, micro_batches=3)], ids=str)
 def test_ranks_of_one_host_may_send_messages(subject: Subject, case: Case, world_size: int) -> None:

@@ -19,6 +19,7 @@ ONE_BIT = [each for each in SERVED if each.values[0].name in LEARN_AS]
 CUT = [each for each in SERVED if each.values[1] and each not in ONE_BIT]
 at_every_stage = pytest.mark.parametrize(("rule", "stage"), SERVED)
 in_worlds = pytest.mark.parametrize("world_size", WORLDS)
+pytestmark = pytest.mark.pairwise
 
 
 def cases_of(rule: Rule, stage: int, world_size: int) -> tuple[Case, ...]:

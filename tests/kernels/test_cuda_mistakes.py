@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests import rotation
 from tests.kernels import emulation
 from tests.kernels.cases import BF16, NAN, normal
 from tests.kernels.emulated_checks import (
@@ -204,13 +205,7 @@ def test_without_a_mistake_nothing_is_noticed(source: str) -> None:
     TRY[source](Emulated(emulation.library()))
 
 
-# One that is noticed in the same way in the same source. Each costs a compilation.
-FIRST = {(each.said, each.change.compiled): name for name, each in reversed(MISTAKES.items())}.values()
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
-)
+@pytest.mark.parametrize("name", rotation.one_of([*MISTAKES]))  # each costs a compilation
 def test_a_mistake_is_noticed(name: str) -> None:
     change, said = MISTAKES[name]
     wrong = Emulated(emulation.library_with(change))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import rotation
 from tests.kernels import cubin
 from tests.kernels.cubin import ARCHITECTURES, ARRAYS, Access, Compiled, Kernel, Usage
 from zero_full.kernels import builder, toolchain
@@ -70,6 +71,7 @@ def usages(compiled: Compiled) -> list[Usage]:
     return cubin.usages(compiled.said)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled_for_every_architecture(usages: list[Usage]) -> None:
     there = Counter(usage.kernel for usage in usages)
     assert set(there.values()) == {len(ARCHITECTURES)}
@@ -79,10 +81,12 @@ def test_every_kernel_is_compiled_for_every_architecture(usages: list[Usage]) ->
     assert {kernel.source for kernel in there} == with_kernels
 
 
+@pytest.mark.slow
 def test_no_kernel_spills_or_takes_too_many_registers(usages: list[Usage]) -> None:
     assert cubin.too_much(usages, MOST_REGISTERS) == []
 
 
+@pytest.mark.slow
 @disassembles
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_over_arrays_load_and_store_16_bytes_at_once(architecture: str, usages: list[Usage]) -> None:
@@ -96,6 +100,7 @@ def test_kernels_over_arrays_load_and_store_16_bytes_at_once(architecture: str, 
 MOST_INSTRUCTIONS = {"quantize_kernel": 870, "dequantize_kernel": 720}
 
 
+@pytest.mark.slow
 @disassembles
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_16_bit_numbers_are_rounded_at_once(architecture: str) -> None:
@@ -104,6 +109,7 @@ def test_two_16_bit_numbers_are_rounded_at_once(architecture: str) -> None:
             assert code["F2FP"] >= cubin.roundings(kernel), kernel
 
 
+@pytest.mark.slow
 @disassembles
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_one_block_at_a_time_is_found_without_dividing_and_without_asking_which(architecture: str) -> None:
@@ -117,9 +123,27 @@ def test_one_block_at_a_time_is_found_without_dividing_and_without_asking_which(
         assert kernel.name == "dequantize_kernel" or two not in sizes or size < 0.9 * sizes[two]
 
 
+SOURCES = sorted(path.name for path in (builder.sources() / "cuda").glob("*.cu"))
+
+
+@disassembles
+def test_a_source_is_compiled_for_an_architecture_without_spills_and_narrow_accesses(tmp_path: Path) -> None:
+    """The tests above without the slow part: the source and the architecture whose turn it is."""
+    source, architecture = rotation.chosen(SOURCES), rotation.chosen(ARCHITECTURES)
+    binary, tools = tmp_path / f"{source}.o", toolchain.toolchain("cuda")
+    command = builder.commands("cuda", tools, [architecture.removeprefix("sm_")], tmp_path)[binary]
+    done = subprocess.run([*command, "-Xptxas", "-v", "-o", str(binary)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    usages = cubin.usages(done.stderr)
+    assert {(usage.kernel.source, usage.architecture) for usage in usages} == {(source, architecture)}
+    assert cubin.too_much(usages, MOST_REGISTERS) == []
+    assert cubin.too_narrow(cubin.accesses(cubin.disassemble(binary, architecture))) == []
+
+
 # The library -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_torch_without_cuda_loads_it_and_still_computes_on_the_cpu(compiled: Compiled) -> None:
     command = [sys.executable, "-c", STEP_OF_ONE, str(compiled.library)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -135,6 +159,7 @@ print(library.zf_cuda_runtime(), library.zf_cuda_driver(), library.zf_cuda_check
 """
 
 
+@pytest.mark.slow
 def test_it_says_whether_its_kernels_run_here(compiled: Compiled) -> None:
     command = [sys.executable, "-c", ASK, str(compiled.library)]
     runtime, driver, said = subprocess.check_output(command, text=True).split(maxsplit=2)
@@ -144,6 +169,7 @@ def test_it_says_whether_its_kernels_run_here(compiled: Compiled) -> None:
         assert "driver version is insufficient" in said
 
 
+@pytest.mark.slow
 def test_of_torch_it_wants_only_the_stable_interface(compiled: Compiled) -> None:
     command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(compiled.library)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -9,6 +9,7 @@ import pytest
 
 from lessons.registry import LESSONS, ROOT
 from lessons.rows import ROWS
+from tests import rotation
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -34,10 +35,7 @@ def test_the_demo_trains_every_row_to_the_same_loss(world_size: int) -> None:
     assert picture.stat().st_size > 20_000
 
 
-SOME_SLOW = [pytest.param(x, marks=pytest.mark.slow if x.number >= 6 else []) for x in LESSONS]
-
-
-@pytest.mark.parametrize("lesson", SOME_SLOW, ids=[lesson.folder for lesson in LESSONS])
+@pytest.mark.parametrize("lesson", rotation.one_of(LESSONS), ids=lambda lesson: lesson.folder)
 def test_a_lesson_s_experiment_measures_and_draws(lesson) -> None:
     picture = ROOT / "build" / "lessons" / f"step{lesson.label}.png"
     picture.unlink(missing_ok=True)

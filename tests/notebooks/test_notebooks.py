@@ -1,13 +1,14 @@
 """The notebooks: stored without results, of one shape, and each runs from top to bottom.
 
-Their numbers are tested by the asserts in their own cells.
+Their numbers are tested by the asserts in their own cells. `make test` runs one of them, another one for each
+commit; `make test-all` runs all.
 """
 
 import ast
+import importlib
 import re
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import notebook_pages
 import pytest
 
 from lessons import repository
+from tests import rotation
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+OURS = ("lessons", "zero_full", "zero_min")
 ON_THREADS = [path for path in NOTEBOOKS if path.stem[:2] <= "06"]  # whose ranks live in the kernel
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_run = pytest.mark.parametrize("path", rotation.one_of(NOTEBOOKS), ids=lambda path: path.stem)
 
 
 def read(path: Path) -> Any:
@@ -39,14 +43,9 @@ def cells_of_code(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.id != repository.CELL]
 
 
-@cache
-def runs() -> Any:
-    return notebook_pages.runs()
-
-
 def executed(path: Path) -> Any:
     """The notebook with its outputs, from the run that the site shows; an error if a cell fails."""
-    return read(runs()[path.stem].result() / "executed.ipynb")
+    return read(notebook_pages.folder(path.stem) / "executed.ipynb")
 
 
 def outputs(path: Path) -> Iterator[tuple[Any, Any]]:
@@ -87,6 +86,20 @@ def test_the_file_is_of_the_format_with_readable_ids(path: Path) -> None:
 
 
 @each_notebook
+def test_what_it_imports_is_there(path: Path) -> None:
+    """Without a run: most notebooks are run in `make test-all` only."""
+    cells = [
+        cell for cell in code(path) if not cell.startswith("%%") or re.match(r"%%writefile .*\.py\n", cell)
+    ]
+    lines = [line for cell in cells for line in cell.splitlines() if not re.match(r" *[%!]", line)]
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+
+
+@each_notebook
 def test_at_least_three_asserts_compare_something(path: Path) -> None:
     lines = [line for cell in code(path) if not cell.startswith("%%") for line in cell.splitlines()]
     tree = ast.parse("\n".join(line for line in lines if not line.lstrip().startswith(("%", "!"))))
@@ -94,7 +107,7 @@ def test_at_least_three_asserts_compare_something(path: Path) -> None:
     assert sum(any(isinstance(part, ast.Compare) for part in ast.walk(node.test)) for node in asserts) >= 3
 
 
-@each_notebook
+@each_run
 def test_the_reader_predicts_before_it_is_shown(path: Path) -> None:
     shown = [output.get("data", {}).get("text/html", "") for _, output in outputs(path)]
     asked = [html for html in shown if 'class="zero-predict"' in html]
@@ -102,7 +115,7 @@ def test_the_reader_predicts_before_it_is_shown(path: Path) -> None:
     assert not [html for html in asked if "<details open" in html or "Measured" in html.split("<details>")[0]]
 
 
-@each_notebook
+@each_run
 def test_some_number_has_a_slider(path: Path) -> None:
     sliders = "".join(text(output) for _, output in outputs(path)).count('class="zero-slider"')
     assert sliders >= 1
@@ -126,6 +139,10 @@ def test_cells_that_check_are_out_of_sight_and_do_nothing_else(path: Path) -> No
         hidden = "remove-cell" in cell.metadata.get("tags", [])
         assert hidden == checks(cell) == (cell.id.startswith("assert-")), cell.id
         assert hidden == cell.metadata.get("jupyter", {}).get("source_hidden", False), cell.id
+
+
+@each_run
+def test_cells_that_check_show_nothing(path: Path) -> None:
     for cell in cells_of_code(executed(path)):
         assert not (checks(cell) and cell.outputs), f"{cell.id}: nobody would see that"
 
@@ -144,13 +161,13 @@ def test_the_first_cell_runs_a_world(path: Path) -> None:
     assert "run_world(" in code(path)[0]
 
 
-@each_notebook
+@each_run
 def test_it_runs_and_the_first_cell_shows_something(path: Path) -> None:
     first = cells_of_code(executed(path))[0]
     assert any(text(output).strip() for output in first.outputs)
 
 
-@each_notebook
+@each_run
 def test_every_picture_says_what_is_seen(path: Path) -> None:
     pictures = 0
     for cell, output in outputs(path):
@@ -169,14 +186,14 @@ def test_every_picture_says_what_is_seen(path: Path) -> None:
     assert pictures >= 1
 
 
-@each_notebook
+@each_run
 def test_pictures_of_a_notebook_do_not_share_names(path: Path) -> None:
     html = " ".join(output.get("data", {}).get("text/html", "") for _, output in outputs(path))
     names = re.findall(r'\bid="([^"]+)"', html)
     assert sorted(names) == sorted(set(names)), "the second picture would use parts of the first"
 
 
-@each_notebook
+@each_run
 def test_no_output_names_a_folder_of_this_machine(path: Path) -> None:
     for cell, output in outputs(path):
         assert str(ROOT) not in text(output), cell.id

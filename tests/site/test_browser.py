@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import notebook_pages
 import pytest
 
+from tests import rotation
 from tests.site.browser import Open, watch
 from tests.site.test_build import pages
 
@@ -17,11 +19,12 @@ pytest_plugins = ["tests.site.fixtures"]
 AXE = Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js"
 WIDTHS = (1440, 390)
 GRAVE = ("serious", "critical")
-COLOURFUL = ["index.html", "notebooks/03_parameters.html", "calculator.html", "animation.html", "clock.html"]
+NOTEBOOK = f"notebooks/{rotation.chosen(notebook_pages.names())}.html"  # the one that was run
+COLOURFUL = ["index.html", NOTEBOOK, "calculator.html", "animation.html", "clock.html"]
 ONE_OF_EACH_KIND = [
     "index.html",
     "lessons/step3_parameters/lesson.html",
-    "notebooks/03_parameters.html",
+    NOTEBOOK,
     "calculator.html",
     "fit.html",
     "animation.html",

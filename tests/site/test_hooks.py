@@ -177,10 +177,23 @@ def test_a_notebook_that_runs_is_told_with_its_place(
     monkeypatch.setattr(notebook_pages, "CACHE", tmp_path)
     monkeypatch.setattr(notebook_pages, "_executed", lambda path: _notebook("1 + 1"))
     with caplog.at_level("INFO", "mkdocs.notebooks"):
-        notebook_pages._folder("00b_ring")
-        notebook_pages._folder("00b_ring")  # is there already
+        notebook_pages.folder("00b_ring")
+        notebook_pages.folder("00b_ring")  # is there already
     place = f"notebook 00b_ring, 2 of {len(notebook_pages.names())}"
     assert caplog.messages == [f"{place}: running", f"{place}: done after 0 s"]
+
+
+def test_a_notebook_that_is_not_to_be_run_has_a_page_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebook_pages, "CACHE", tmp_path)
+    monkeypatch.setattr(notebook_pages, "_executed", lambda path: pytest.fail(f"{path} was run"))
+    monkeypatch.setenv(notebook_pages.ONLY, "")
+    folders = notebook_pages.folders()
+    assert [*folders] == notebook_pages.names()
+    for folder in folders.values():
+        page = (folder / "page.md").read_text()
+        assert "which was not run when the site was built" in page and "```ipython3" in page
 
 
 def test_a_picture_needs_a_description(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
+from tests.pairwise import pairwise
 from tests.worlds import POOL
 from tests.zero_full.runs import WIDTH, config
 from tests.zero_full.test_experts import topology_of
@@ -232,6 +233,21 @@ def matrix() -> Iterator[Case]:
                 yield Case(world, stage, name, precision)
 
 
+def soon(seed: int) -> set[Case]:
+    """The cases of one run: every option at one stage, another one by the seed; plain runs for every pair."""
+    plain = [
+        (case.world, case.stage, case.option, case.precision) for case in matrix() if case.option == "plain"
+    ]
+    chosen = {Case(*row) for row in pairwise(plain)}
+    by_option: dict[tuple[int, str], list[Case]] = {}
+    for case in matrix():
+        by_option.setdefault((case.world, case.option), []).append(case)
+    for place, ((_, option), cases) in enumerate(by_option.items()):
+        if option != "plain":
+            chosen.add(cases[(seed + place) % len(cases)])
+    return chosen
+
+
 def most_in_buffers(optimizer: Any) -> list[int]:
     """Bytes in buffers for parameters, whenever one is taken from now on."""
     sizes: list[int] = []
@@ -307,8 +323,7 @@ def all_measured(comm: Any, cases: Sequence[Case], folder: Path) -> dict[Case, d
 
 
 @cache
-def by_real_ranks(world: int, stage: int) -> list[dict[Case, dict[str, int]]]:
-    """What each rank has measured in all cases for so many ranks at that stage."""
-    cases = [case for case in matrix() if (case.world, case.stage) == (world, stage)]
+def by_real_ranks(cases: tuple[Case, ...]) -> list[dict[Case, dict[str, int]]]:
+    """What each rank has measured in these cases, which have the same number of ranks."""
     with TemporaryDirectory() as folder:
-        return POOL.run(all_measured, world, cases, Path(folder), limit=300, collective=60)
+        return POOL.run(all_measured, cases[0].world, cases, Path(folder), limit=300, collective=60)

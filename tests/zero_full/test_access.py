@@ -47,6 +47,7 @@ def averaged_gradient(world_size: int) -> Tensor:
     return model.layers[2].weight.grad
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keys", KEYS, ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -92,6 +93,7 @@ def write_everything(comm: Any, stage: int, keys: dict[str, Any]) -> dict[str, T
     return {**read, "off": (zero_full.safe_get_full_fp32_param(weight) - want).abs().max()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keys", KEYS, ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -7,6 +7,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import pytest
+
 from zero_full.examples import from_deepspeed
 
 SPECIFIED = {
@@ -48,6 +50,7 @@ def test_the_script_runs_and_learns() -> None:
     assert_stages([2], said)
 
 
+@pytest.mark.slow
 def test_the_script_learns_at_other_stages_and_in_other_numbers(tmp_path: Path) -> None:
     """In the same processes: most of a launch is the import of torch."""
     script = tmp_path / "one_after_another.py"

@@ -33,6 +33,7 @@ def wire_keys(wire: str | None, micro_batches: int) -> dict[str, Any]:
     return {**keys, "communication_data_type": wire}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bf16", "fp32"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -147,6 +148,7 @@ class Frozen(nn.Module):
         return (self.norm(self.frozen(self.trained(x))) + self.mean).float().square().mean()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("buffers", [None, "fp16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)

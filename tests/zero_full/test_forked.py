@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import zero_full
+from tests import rotation
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
 
@@ -83,7 +84,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("shared_memory", ["on", "off"])
+@pytest.mark.parametrize("shared_memory", rotation.one_of(["on", "off"]))
 def test_ranks_that_wait_for_one_that_has_failed_hear_its_error(shared_memory: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(dedent(SCRIPT))

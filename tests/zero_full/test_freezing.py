@@ -82,6 +82,7 @@ def test_freezing_and_unfreezing_is_torchs(schedule: str, stage: int) -> None:
             assert_close(got, by_torch(schedule, world))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("schedule", ["asleep, then awake", "on and off"])
 @pytest.mark.parametrize("keys", [{}, SIXTEEN], ids=["fp32", "bf16"])

@@ -60,6 +60,7 @@ def trained(
     return parameters, state, norms
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keys", [k for k in KEYS if k != "bf16 masters"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])

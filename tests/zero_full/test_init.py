@@ -75,6 +75,7 @@ def built(
     return state, losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 3])

@@ -34,6 +34,7 @@ def pytorch_loop(comm: Any, stage: int, overlap: bool) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -141,6 +142,7 @@ def halfway(comm: Any, stage: int, keys: dict[str, Any]) -> tuple[dict[str, Tens
 WARM = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])

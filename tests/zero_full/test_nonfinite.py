@@ -90,6 +90,7 @@ def bad_loss(comm: Any, stage: int, keys: dict[str, Any], bad: float, ranks: lis
     return str(optimizer.report.finding)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -137,6 +138,7 @@ def exhausted(comm: Any, stage: int, rank: int, lossy: bool) -> tuple[str, float
     return message, engine.loss_scale(), changed
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -150,6 +150,7 @@ def copied(comm: Any, stage: int, precision: str, micro: int) -> tuple[dict[str,
     return made, told
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize(
     ("precision", "gradient", "parameter"),
@@ -199,6 +200,7 @@ def failing(comm: Any, stage: int, way: str, alone: bool) -> tuple[str, bool]:
     return said, same
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("way", ["down", "up"])
 @pytest.mark.parametrize(("world", "stage"), WORLDS)

@@ -142,6 +142,7 @@ def bytes_held(comm: Any, stage: int, device: str, keys: dict[str, Any]) -> tupl
     return held, shared
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters"])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

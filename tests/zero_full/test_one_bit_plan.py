@@ -55,6 +55,7 @@ def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=str)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(

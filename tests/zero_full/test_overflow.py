@@ -66,6 +66,7 @@ def recorded(world_size: int, stage: int, precision: str) -> list[History]:
     return run_in("processes", history, world_size, stage, PRECISIONS[precision], inputs)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -135,6 +136,7 @@ def test_a_nan_norm_is_reported_as_nan_and_the_next_step_is_fine(world_size: int
         assert after == (True, 0.5, [0.0, -0.5, 0.0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("huge", [1e25, 1e37])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_full
+from tests import rotation
 from tests.worlds import run_in
-from tests.zero_full.planned import BF16, SMALL, STAGES, Case, Odd, WithExperts, by_real_ranks, matrix
+from tests.zero_full.planned import BF16, SMALL, STAGES, Case, Odd, WithExperts, by_real_ranks, matrix, soon
 from tests.zero_full.runs import WIDTH, config
 from zero_full.__main__ import main
 from zero_full.errors import ConfigError, PlanError
@@ -29,9 +30,31 @@ from zero_min.ledger import Ledger
 GB, WIDE = 1e9, (160, 160, 16, "cpu")
 
 
-@pytest.mark.parametrize("case", list(matrix()), ids=str)
+ALL, SOON = list(matrix()), soon(rotation.seed())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_cases_of_a_run_have_every_option_and_every_pair_of_stage_and_precision(seed: int) -> None:
+    chosen = soon(seed)
+    assert {(case.world, case.option) for case in chosen} == {(case.world, case.option) for case in ALL}
+    assert {(case.stage, case.precision) for case in chosen} == {(case.stage, case.precision) for case in ALL}
+    assert {(case.world, case.stage) for case in chosen} == {(case.world, case.stage) for case in ALL}
+
+
+def test_the_cases_of_all_seeds_have_every_option_at_every_stage() -> None:
+    assert {case for seed in range(12) for case in soon(seed)} >= {
+        each for each in ALL if each.option != "plain"
+    }
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in SOON else pytest.param(case, marks=pytest.mark.slow) for case in ALL], ids=str
+)
 def test_the_ledger_shows_what_was_planned_to_the_byte(case: Case) -> None:
-    ranks = [rank[case] for rank in by_real_ranks(case.world, case.stage)]
+    def alike(other: Case) -> bool:
+        return (other.world, other.stage, other in SOON) == (case.world, case.stage, case in SOON)
+
+    ranks = [rank[case] for rank in by_real_ranks(tuple(filter(alike, ALL)))]
     most = {kind: max(rank[kind] for rank in ranks) for kind in ranks[0]}
     in_buffers = most.pop("in buffers")
     each = plan(case.model(), case.config, case.world, device="cpu", expert_parallel=case.experts)

@@ -34,6 +34,7 @@ def movements(comm: Any, stage: int, keys: dict[str, Any], gradients: list[list[
     return moved
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("clip", [0.0, 0.5 * 3**0.5 + 0.01])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -199,6 +200,7 @@ def test_7981_gradients_of_several_backward_passes_before_a_step_add_up(world_si
             assert_close(parameters, want)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -304,6 +306,7 @@ def recomputed(
     return {name: p.detach().clone() for name, p in engine.named_parameters()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -190,6 +190,7 @@ def sent(comm: Any, zero: dict[str, Any], micro_batches: int, make: Any = Rooted
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("world_size", [2, 3])

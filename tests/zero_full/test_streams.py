@@ -128,6 +128,7 @@ class Recorder:
         return Done()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("bucket", [1, 200, 10**6])
 @pytest.mark.parametrize("stage", [0, 1, 2])
