@@ -52,11 +52,7 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
     """Return the leaves that are tensors. `depth` as in `leaves`."""
     if isinstance(tree, Tensor):  # what most modules return
         return [tree]
-    found = []
-    for leaf in leaves(tree, depth):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
+    return [leaf for leaf in leaves(tree, depth) if isinstance(leaf, Tensor)]
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import zero_full
 from tests.zero_full.dying import CALLS, Killer
-from zero_full.checkpoint import randomness
 from zero_full.checkpoint.folder import _canonical
+from zero_full.checkpoint.rng_state import rng_states
 from zero_full.errors import CheckpointError, DesyncError
 
 DATA = "rank_00000.safetensors", "rank_00001.safetensors"
@@ -38,7 +38,7 @@ def bits(value: Any) -> Any:
 def state_of(engine: zero_full.Engine, *others: Any) -> Any:
     """All that a load could change on this rank."""
     kept = [each.state_dict() for each in (*engine.kept.values(), *others)]
-    return bits([engine.state_dict(), randomness.states(), kept])
+    return bits([engine.state_dict(), rng_states(), kept])
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.zero_full.deepspeed_files import FOLDER
 from zero_full.checkpoint.deepspeed import open_deepspeed
-from zero_full.checkpoint.deepspeed.ranges import with_values
+from zero_full.checkpoint.deepspeed.saved_source import with_values
 from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.unpickle import SavedObject, load_saved
 

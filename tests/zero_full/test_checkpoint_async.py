@@ -25,8 +25,8 @@ from tests.zero_full.checkpoint_runs import (
     go,
 )
 from zero_full.checkpoint import complete, latest_tag
-from zero_full.checkpoint.background import CopyRoom, Writing
-from zero_full.checkpoint.disk import NewFile
+from zero_full.checkpoint.async_save import AsyncSave, StagingBuffer
+from zero_full.checkpoint.disk import FileWriter
 from zero_full.errors import CheckpointError
 
 LAYOUTS = [
@@ -43,14 +43,14 @@ LAYOUTS = [
 @contextmanager
 def writer(before: Callable[[], object]) -> Iterator[None]:
     """In this block something is done before each write into a file."""
-    write = NewFile.write
+    write = FileWriter.write
 
-    def changed(self: NewFile, data: Any) -> None:
+    def changed(self: FileWriter, data: Any) -> None:
         before()
         write(self, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NewFile, "write", changed)
+        patch.setattr(FileWriter, "write", changed)
         yield
 
 
@@ -143,21 +143,21 @@ class Cuda:
 def test_memory_that_an_accelerator_copies_to_is_locked_as_long_as_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, room = Cuda(), CopyRoom()
+    cuda, room = Cuda(), StagingBuffer()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    room._make_room(1000, {"xpu"})
+    room._reserve(1000, {"xpu"})
     assert cuda.locked == {} and room.memory.numel() == 1000
     for nbytes, kept in [(3000, 3000), (2000, 3000), (5000, 5000)]:
-        room._make_room(nbytes, {"cuda"})
+        room._reserve(nbytes, {"cuda"})
         assert cuda.locked == {room.memory.data_ptr(): kept} and room.memory.numel() == kept
     cuda.free = 5999
-    with pytest.raises(CheckpointError, match="CUDA cannot lock 6000 bytes"):
-        room._make_room(6000, {"cuda"})
+    with pytest.raises(CheckpointError, match="6000 bytes"):
+        room._reserve(6000, {"cuda"})
     assert cuda.locked == {} and room.memory.numel() == 0
-    room._make_room(10, {"cuda"})
+    room._reserve(10, {"cuda"})
     room.release()
     assert cuda.locked == {} and room.memory.numel() == 0
-    room._make_room(20, {"cuda"})
+    room._reserve(20, {"cuda"})
     del room
     assert cuda.locked == {}
 
@@ -172,11 +172,11 @@ def in_turn(comm: Any, folder: Path) -> None:
         for tag in ("one", "two"):
             engine.save_checkpoint(folder, tag, asynchronous=True)
             latest.append(latest_tag(folder))
-        room = engine.optimizer.beside.room.memory
+        room = engine.optimizer.beside.staging.memory
         engine.save_checkpoint(folder, "three")
         latest += [latest_tag(folder)]
         engine.save_checkpoint(folder, "four", asynchronous=True)
-        assert engine.optimizer.beside.room.memory is room
+        assert engine.optimizer.beside.staging.memory is room
         latest += [Path(str(engine.load_checkpoint(folder)[0])).name]
         engine.save_checkpoint(folder, "five", asynchronous=True)
         optimizer = engine.optimizer
@@ -184,7 +184,7 @@ def in_turn(comm: Any, folder: Path) -> None:
         latest += [latest_tag(folder)]
     assert latest == [None, "one", "three", "four", "five"], latest
     assert len(complete(folder)) == 5 and not list(folder.glob("partial-*"))
-    assert optimizer.closed and not optimizer.beside.room.memory.numel()
+    assert optimizer.closed and not optimizer.beside.staging.memory.numel()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -202,7 +202,7 @@ def another_way(comm: Any, folder: Path) -> str:
 
 def test_ranks_save_in_the_same_way(tmp_path: Path) -> None:
     for text in POOL.run(another_way, 2, tmp_path):
-        assert "another asynchronous: True on rank 0; False on rank 1" in text
+        assert "asynchronous differs between ranks: True on rank 0; False on rank 1" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -212,15 +212,15 @@ def test_ranks_save_in_the_same_way(tmp_path: Path) -> None:
 @contextmanager
 def hears_late(late: bool) -> Iterator[None]:
     """In this block this rank hears later than the others how a save has ended."""
-    part = Writing._write_and_publish
+    part = AsyncSave._write_and_publish
 
-    def later(self: Writing) -> str:
+    def later(self: AsyncSave) -> str:
         outcome = part(self)
         time.sleep(0.3 if late else 0)
         return outcome
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Writing, "_write_and_publish", later)
+        patch.setattr(AsyncSave, "_write_and_publish", later)
         yield
 
 
@@ -273,7 +273,7 @@ def test_a_failure_is_raised_by_the_next_step_on_all_ranks_and_the_run_goes_on(
     who = f"rank {fails}: " if world > 1 else ""
     for undisturbed, disturbed, said in POOL.run(failing, world, tmp_path, late, fails):
         assert undisturbed == disturbed and len(said) == 2
-        assert all(f"-bad was written beside the training: {who}[Errno 28] No space left" in t for t in said)
+        assert all(f"-bad has failed: {who}[Errno 28] No space left" in t for t in said)
     assert latest_tag(tmp_path) == "better" and complete(tmp_path).keys() == {"good", "better"}
 
 

@@ -11,7 +11,7 @@ import torch
 
 import zero_full
 from zero_full.checkpoint import disk, open_checkpoint
-from zero_full.checkpoint.disk import BLOCK, NewFile, OldFile
+from zero_full.checkpoint.disk import BLOCK, FileReader, FileWriter
 from zero_full.errors import CheckpointError
 
 SIZE = 10 * BLOCK + 12345
@@ -19,7 +19,7 @@ SIZE = 10 * BLOCK + 12345
 
 def written(path: Path, data: bytes) -> list[int]:
     """Write it in uneven pieces; the checksums."""
-    file, sizes = NewFile(path), [1, BLOCK - 1, 3 * BLOCK + 7, 0, 2 * BLOCK, len(data)]
+    file, sizes = FileWriter(path), [1, BLOCK - 1, 3 * BLOCK + 7, 0, 2 * BLOCK, len(data)]
     try:
         for size in sizes:
             file.write(memoryview(data)[file.size : file.size + size])
@@ -28,7 +28,7 @@ def written(path: Path, data: bytes) -> list[int]:
         file.close()
 
 
-@pytest.mark.parametrize("beside", [1, BLOCK, 4 * BLOCK, disk.BESIDE])
+@pytest.mark.parametrize("beside", [1, BLOCK, 4 * BLOCK, disk.FLUSH_BYTES])
 def test_a_file_is_the_same_however_often_the_disk_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: int
 ) -> None:
@@ -38,7 +38,7 @@ def test_a_file_is_the_same_however_often_the_disk_begins(
         flushes.append(threading.current_thread() is threading.main_thread())
         flush(descriptor)
 
-    monkeypatch.setattr(disk, "BESIDE", beside)
+    monkeypatch.setattr(disk, "FLUSH_BYTES", beside)
     monkeypatch.setattr(os, "fsync", counted)
     blocks = written(tmp_path / "file", data)
     assert (tmp_path / "file").read_bytes() == data
@@ -58,18 +58,18 @@ def test_an_error_that_the_system_tells_beside_the_writing_is_raised(
         if len(calls) == fails + 1:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk, "BESIDE", 6 * BLOCK)
+    monkeypatch.setattr(disk, "FLUSH_BYTES", 6 * BLOCK)
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError, match=r"Input/output error while flushing: .*file"):
         written(tmp_path / "file", os.urandom(SIZE))
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("count", [1, disk.MANY - 1, disk.MANY, 11])
+@pytest.mark.parametrize("count", [1, disk.MIN_THREADED - 1, disk.MIN_THREADED, 11])
 def test_threads_find_the_same_checksums(tmp_path: Path, count: int) -> None:
     data = os.urandom(SIZE)
     blocks = written(tmp_path / "file", data)
-    file = OldFile(tmp_path / "file", SIZE)
+    file = FileReader(tmp_path / "file", SIZE)
     wanted = list(range(11 - count, 11))
     assert list(file.checksums(wanted)) == blocks[11 - count :]
     os.truncate(tmp_path / "file", SIZE - 1)
@@ -97,6 +97,6 @@ def test_values_that_need_no_conversion_are_read_where_they_belong(tmp_path: Pat
     data[5 * BLOCK] ^= 1
     file.write_bytes(data)
     source = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=f"the checksum of bytes {5 * BLOCK} to {6 * BLOCK} is not"):
+    with pytest.raises(CheckpointError, match=f"the checksum of bytes {5 * BLOCK} to {6 * BLOCK}"):
         source.read_into(key, 0, whole[0].float())
     source.close()

@@ -15,7 +15,7 @@ from tests.worlds import POOL, RankError, free_port
 from tests.zero_full.checkpoint_runs import Layout, engine_of, go
 from tests.zero_full.test_checkpoint_async import disk_full, slowly, writer
 from zero_full.checkpoint import complete, latest_tag
-from zero_full.checkpoint.disk import NewFile
+from zero_full.checkpoint.disk import FileWriter
 from zero_full.errors import CheckpointError
 
 
@@ -23,16 +23,16 @@ def stopped(comm: Any, folder: Path) -> None:
     """A signal comes, and a save fails after the step in which all ranks hear of the signal."""
     engine, go_on = engine_of(Layout()), threading.Event()
     engine.on_signal(folder, [signal.SIGUSR1], tag="last")
-    write = NewFile.write
+    write = FileWriter.write
 
-    def fails_later(self: NewFile, data: Any) -> None:
+    def fails_later(self: FileWriter, data: Any) -> None:
         if "-bad" in str(self.path):
             go_on.wait()
             disk_full()
         write(self, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NewFile, "write", fails_later)
+        patch.setattr(FileWriter, "write", fails_later)
         engine.save_checkpoint(folder, "bad", asynchronous=True)
         os.kill(os.getpid(), signal.SIGUSR1)
         engine.optimizer.register_step_post_hook(lambda *step: go_on.set())
@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path
 SCRIPT = """
 import atexit, os, sys, threading, time
 import torch, zero_full
-from zero_full.checkpoint.disk import NewFile
+from zero_full.checkpoint.disk import FileWriter
 from zero_full.comm import store_messages as notes
 
 if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
@@ -86,19 +86,19 @@ engine.save_checkpoint(sys.argv[1], "one")
 
 early = False
 
-def changed(self, data, write=NewFile.write):
+def changed(self, data, write=FileWriter.write):
     while threading.main_thread().is_alive() and not early:  # nothing is written before the script has ended
         time.sleep(0.01)
     {before}
     write(self, data)
 
-NewFile.write = changed
+FileWriter.write = changed
 engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 {end}
 """
 UNHEARD = """
 early = True
-engine.optimizer.beside.writing.thread.join()
+engine.optimizer.beside.running.thread.join()
 """
 HEARD = """
 early = True
@@ -125,7 +125,7 @@ def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
 
 def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
     for said, code in ended(started(tmp_path, 2)):
-        assert code == 0 and "beside the training" not in said
+        assert code == 0 and "has failed" not in said
     assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
     assert list(tmp_path.glob("partial-*")) == []
 
@@ -142,7 +142,7 @@ def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: 
     said, codes = zip(*ended(processes), strict=True)
     assert codes == (1, 1, 1, 0)
     assert "the script has ended with an error: of the script" in said[0]
-    full = "-two was written beside the training: [Errno 28] No space left on device"
+    full = "-two has failed: [Errno 28] No space left on device"
     assert all(full in each for each in said[1:])
     for name, each in zip(runs, said, strict=True):
         assert "at its end" in each

@@ -41,10 +41,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest cut": (lambda f: cut(f / MANIFEST, -5), "manifest.json is damaged"),
     "data missing": (
         lambda f: (f / DATA[1]).unlink(),
-        "rank_00001.safetensors is missing: rank 1 has written",
+        "rank_00001.safetensors is missing, but rank 1",
     ),
-    "json missing": (lambda f: (f / JSON[0]).unlink(), "rank_00000.json is missing: rank 0 has written"),
-    "manifest missing": (lambda f: (f / MANIFEST).unlink(), "it was never finished, or is no checkpoint"),
+    "json missing": (lambda f: (f / JSON[0]).unlink(), "rank_00000.json is missing, but rank 0"),
+    "manifest missing": (lambda f: (f / MANIFEST).unlink(), "has no manifest.json"),
     "data of another rank": (
         lambda f: (f / DATA[0]).replace(f / DATA[1]),
         "rank_00000.safetensors is missing",
@@ -52,16 +52,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "data flipped": (lambda f: flip(f / DATA[1], -1), "rank_00001.safetensors is damaged: the checksum of"),
     "json flipped": (lambda f: flip(f / JSON[1], 50), "rank_00001.json is damaged: its checksum"),
     "manifest flipped": (lambda f: flip(f / MANIFEST, 50), "manifest.json is damaged"),
-    "data is a link": (lambda f: replaced_by_link(f / DATA[1]), "rank_00001.safetensors is no file, but"),
-    "json is a link": (lambda f: replaced_by_link(f / JSON[1]), "rank_00001.json is no file, but a link"),
-    "manifest is a link": (lambda f: replaced_by_link(f / MANIFEST), "manifest.json is no file, but a link"),
+    "data is a link": (lambda f: replaced_by_link(f / DATA[1]), "rank_00001.safetensors is not a regular"),
+    "json is a link": (lambda f: replaced_by_link(f / JSON[1]), "rank_00001.json is not a regular file"),
+    "manifest is a link": (lambda f: replaced_by_link(f / MANIFEST), "manifest.json is not a regular file"),
     "data is a pipe": (
         lambda f: ((f / DATA[1]).unlink(), os.mkfifo(f / DATA[1])),
-        "rank_00001.safetensors is no file",
+        "rank_00001.safetensors is not a regular file",
     ),
     "latest is a pipe": (
         lambda f: ((f.parent / "latest").unlink(), os.mkfifo(f.parent / "latest")),
-        "latest cannot be read: .*latest is no file",
+        "latest cannot be read: .*latest is not a regular file",
     ),
     "latest is a folder": (
         lambda f: ((f.parent / "latest").unlink(), (f.parent / "latest").mkdir()),
@@ -69,20 +69,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "latest is empty": (
         lambda f: cut(f.parent / "latest", 0),
-        "latest names '', which is no folder beside it",
+        "latest names ''",
     ),
     "latest leads away": (
         lambda f: (f.parent / "latest").write_text("../x"),
-        "latest names '../x', which is no",
+        "latest names '../x'",
     ),
     "latest is long": (
         lambda f: (f.parent / "latest").write_text("x" * 5000),
-        "latest has 5000 bytes, which",
+        "latest is damaged: it has 5000 bytes",
     ),
     "latest is of bytes": (lambda f: (f.parent / "latest").write_bytes(b"\xff"), "latest cannot be read"),
     "latest names another": (
         lambda f: (f.parent / "latest").write_text("other"),
-        f"has no checkpoint other. Complete ones: {TAG}; never finished: partial-01234567-other",
+        f"has no checkpoint other. Complete ones: {TAG}. Incomplete ones: partial-01234567-other",
     ),
     "the folder is gone": (
         lambda f: f.rename(f.parent / "renamed"),
@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the folder is a file": (
         lambda f: (f.rename(f.parent / "away"), f.write_text("")),
-        "it was never finished, or is no",
+        "has no manifest.json",
     ),
 }
 
@@ -256,21 +256,13 @@ OTHERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("", "retyped", "seen.num_batches_tracked is torch.int32, but torch.int64 in the checkpoint", {}),
     ("", "SGD", "AdamW, and SGD cannot use it", NO_STATE),
     ("", "groups", "1 parameter groups were saved, but the optimizer has 2", NO_STATE),
-    ("groups", "groups, swapped", "group 1, but is in group 0 here, .* another group's options", NO_STATE),
-    ("", "WarmupDecayLR", "has the state of a WarmupLR, not of a WarmupDecayLR: load without", NO_SCHEDULE),
-    ("no schedule", "", r"has no state of a schedule: load without it", NO_SCHEDULE),
-    ("", "sampler", "has no state of calm: load first, and name it in keep_in_checkpoint", NO_STATE),
-    (
-        "sampler",
-        "sampler, refused by 0",
-        r"rank 0: sampler cannot take the state .*KeyError\('epoch'\)",
-        NO_STATE,
-    ),
-    (
-        "sampler",
-        "sampler, refused by 1",
-        r"rank 1: sampler cannot take the state .*KeyError\('epoch'\)",
-        NO_STATE,
+    ("groups", "groups, swapped", "group 0, but was saved in group 1, .* another group's options", NO_STATE),
+    ("", "WarmupDecayLR", "has the state of a WarmupLR, not of a WarmupDecayLR", NO_SCHEDULE),
+    ("no schedule", "", "has no LR scheduler state", NO_SCHEDULE),
+    ("", "sampler", "has no state of calm. Name it in keep_in_checkpoint", NO_STATE),
+    *(
+        ("sampler", f"sampler, refused by {rank}", rf"rank {rank}: sampler cannot load .*'epoch'", NO_STATE)
+        for rank in (0, 1)
     ),
 ]
 

@@ -13,8 +13,8 @@ from tests.worlds import POOL
 from tests.zero_full.checkpoint_runs import Layout, saved_by
 from zero_full.checkpoint import open_checkpoint
 from zero_full.checkpoint.disk import BLOCK
-from zero_full.checkpoint.folder import ASIDE, FORMAT, VERSION
-from zero_full.checkpoint.json_values import MAPPINGS, RARE, SEQUENCES
+from zero_full.checkpoint.folder import FORMAT, TEMPORARY, VERSION
+from zero_full.checkpoint.json_values import DECODERS, MAPPINGS, SEQUENCES
 
 PAGE = (Path(__file__).parents[2] / "site" / "docs" / "guide" / "checkpoint_format.md").read_text()
 
@@ -69,9 +69,9 @@ def test_fields_are_those_of_the_page(saved: Path) -> None:
 
 
 def test_names_and_numbers_are_those_of_the_page() -> None:
-    kinds = {*SEQUENCES.values(), *MAPPINGS.values(), *RARE, "deque", "tensor"}
+    kinds = {*SEQUENCES.values(), *MAPPINGS.values(), *DECODERS, "deque", "tensor"}
     listed = PAGE.partition("\nKinds are ")[2].partition("There is no kind")[0]
     assert set(re.findall(r"`([\w/]+)`", listed)) - {"plain/NUMBER"} == kinds
     assert f"`{FORMAT}`, and {VERSION}" in PAGE and f"Version {VERSION}." in PAGE and BLOCK == 1 << 20
     aside = re.findall(r"^run/(\w+-[0-9a-f]{8}-\w+)/", PAGE, re.M)
-    assert len(aside) == 3 and all(ASIDE.fullmatch(name) for name in aside)
+    assert len(aside) == 3 and all(TEMPORARY.fullmatch(name) for name in aside)

@@ -74,8 +74,8 @@ REFUSED: dict[str, tuple[Any, str]] = {  # and where it is
     "a sparse tensor": (torch.eye(3).to_sparse(), "is a tensor of torch.float32, torch.sparse_coo"),
     "a tensor without values": (torch.ones(3, device="meta"), "is a tensor of .* on meta"),
     "a type that no file has": (torch.ones(3, dtype=torch.complex128), "is a tensor of torch.complex128"),
-    "too many lists": (nested(101), r"\['key'\]\[0\]\[0\].* is nested in more than 100 lists"),
-    "a very long number": (10**5000, r"\['key'\] is a number of 16610 bits: save it as bytes"),
+    "too many lists": (nested(101), r"\['key'\]\[0\]\[0\].* is nested more than 100 levels"),
+    "a very long number": (10**5000, r"\['key'\] is an integer of 16610 bits"),
 }
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_plain_is_named_and_nothing_is_written(tmp_path: Path) -> No
     engine = engine_of()
     itself: list[Any] = []
     itself.append(itself)
-    for what, (value, message) in {**REFUSED, "itself": (itself, "or holds itself")}.items():
+    for what, (value, message) in {**REFUSED, "itself": (itself, "or contains itself")}.items():
         with pytest.raises(zero_full.CheckpointError, match=message):
             engine.save_checkpoint(tmp_path, client_state={"fine": 1, "key": value})
         assert list(tmp_path.iterdir()) == [], what
@@ -118,7 +118,7 @@ def aliases(comm: Any, stage: int, folder: Path) -> Any:
 def test_parameters_among_the_users_data_are_copies_or_an_error(tmp_path: Path) -> None:
     assert POOL.run(aliases, 2, 1, tmp_path / "1") == [True, True]
     for said in POOL.run(aliases, 2, 3, tmp_path / "3"):
-        assert "client_state['mine'] is a parameter that is sharded, so it has no values here" in said
+        assert "client_state['mine'] is a sharded parameter" in said
 
 
 # Schedules --------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_moments_at_which_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     engine.reload_states()
     engine.destroy()
     for call in (engine.save_checkpoint, engine.load_checkpoint):
-        assert "after destroy nothing can be saved or loaded" in said_by(partial(call, tmp_path))
+        assert "after destroy" in said_by(partial(call, tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fine", "latest"]
 
 
@@ -300,7 +300,7 @@ def test_a_relative_folder_is_where_it_was_when_the_save_began(
     monkeypatch.chdir(tmp_path / "below")
     assert engine.load_checkpoint("../out")[1] == engine.load_checkpoint(tmp_path / "out", tag="x")[1]
     assert refusal(lambda: engine.load_checkpoint("out", tag="x")).startswith(
-        "out is no folder, or is not there"
+        "out does not exist or is not a folder"
     )
 
 
@@ -357,13 +357,13 @@ def differing(comm: Any, place: Path) -> list[str]:
 
 
 DIFFERENT = (
-    "another directory: '.*home 0/relative' on rank 0; '.*home 1/relative' on rank 1",
-    "another tag: '0' on rank 0; '1' on rank 1. Every rank must save the same",
-    "another directory: '.*/0' on rank 0; '.*/1' on rank 1",
-    "another save_latest: True on rank 0; False on rank 1",
+    "directory differs between ranks: '.*home 0/relative' on rank 0; '.*home 1/relative' on rank 1",
+    "tag differs between ranks: '0' on rank 0; '1' on rank 1",
+    "directory differs between ranks: '.*/0' on rank 0; '.*/1' on rank 1",
+    "save_latest differs between ranks: True on rank 0; False on rank 1",
     "different calls, and nothing was sent:\n  rank 0: load_checkpoint\n  rank 1: save_checkpoint",
     "different calls, and nothing was sent:\n  rank 0: save_weights\n  rank 1: save_checkpoint",
-    "ranks find different checkpoints: {0: '.*two/0', 1: '.*two/1'}",
+    "ranks found different checkpoints: {0: '.*two/0', 1: '.*two/1'}",
 )
 
 

@@ -144,7 +144,7 @@ def test_a_module_that_refuses_its_state_leaves_all_as_it_was(tmp_path: Path) ->
     engine.save_checkpoint(tmp_path)
     other = engine_of(Extra(3))
     before = kept_of(other)
-    with pytest.raises(CheckpointError, match=r"the module's own _extra_state cannot take .*'negative'"):
+    with pytest.raises(CheckpointError, match=r"the module's own _extra_state cannot load .*'negative'"):
         other.load_checkpoint(tmp_path)
     assert same(kept_of(other), before)
 
@@ -164,7 +164,7 @@ def test_weights_that_were_tied_later_are_not_saved_under_one_name(tmp_path: Pat
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     engine = engine_of(model)
     model[1].weight = model[0].weight
-    with pytest.raises(CheckpointError, match=r"1\.weight is another parameter now than at initialize"):
+    with pytest.raises(CheckpointError, match=r"1\.weight is not the parameter that it was"):
         engine.save_checkpoint(tmp_path)
 
 
@@ -261,7 +261,7 @@ def test_options_that_are_overridden_are_told(tmp_path: Path, caplog: pytest.Log
     other = engine_of(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.2, weight_decay=0.5))
     with caplog.at_level(logging.WARNING):
         other.load_checkpoint(tmp_path)
-    assert "parameter group 0 goes on with the options that were saved: lr 0.1, not 0.2" in caplog.text
+    assert "parameter group 0 uses the saved options in place of this run's: lr 0.1, not 0.2" in caplog.text
     assert "weight_decay 0.01, not 0.5" in caplog.text
     assert other.optimizer.param_groups[0]["lr"] == 0.1
 
@@ -313,9 +313,12 @@ def test_a_schedule_that_nobody_takes_is_told(tmp_path: Path, caplog: pytest.Log
         tmp_path
     )
     engine_of().load_checkpoint(tmp_path)
-    assert "has the state of a schedule, which nobody takes: the learning rate stays as it was" in caplog.text
+    assert (
+        "has the state of an LR scheduler, but this run has none: the learning rate stays as it was"
+        in caplog.text
+    )
     engine_of().load_checkpoint(tmp_path, load_optimizer_states=False)
-    assert "nobody takes: the learning rate stays as it is" in caplog.text
+    assert "this run has none: the learning rate stays as it is" in caplog.text
 
 
 class Silent:

@@ -205,7 +205,7 @@ def test_objects_of_the_loop_are_kept_for_each_rank(tmp_path: Path) -> None:
     assert [place for place, _ in POOL.run(keeps, 2, tmp_path / "own", None)] == [5, 6]
     assert [place for place, _ in POOL.run(keeps, 3, tmp_path / "same", None)] == [7, 7, 7]
     for place, said in POOL.run(keeps, 3, tmp_path / "own", None):
-        assert place == -1 and "data was saved by 2 ranks, each its own state" in said, said
+        assert place == -1 and "data was saved with a different state on each of 2 ranks" in said, said
     with pytest.raises(TypeError, match="data needs state_dict"):
         engine_of(ALONE).keep_in_checkpoint(data=3)
 
@@ -307,13 +307,13 @@ def bytes_read(comm: Any, layout: Layout, folder: Path) -> tuple[int, int]:
     """How many bytes of numbers a load reads, and how many this rank gets."""
     read = [0]
 
-    def counting(file: disk.OldFile, buffer: memoryview, at: int) -> None:
+    def counting(file: disk.FileReader, buffer: memoryview, at: int) -> None:
         read[0] += len(buffer) * file.path.name.endswith(".safetensors")
         plainly(file, buffer, at)
 
-    plainly = disk.OldFile.read_into
+    plainly = disk.FileReader.read_into
     engine = zero_full.initialize(model=nn.Linear(1000, 1000), config=layout.keys())[0]
-    with mock.patch.object(disk.OldFile, "read_into", counting):
+    with mock.patch.object(disk.FileReader, "read_into", counting):
         engine.load_checkpoint(folder)
     mine = sum(each.numel() * each.itemsize for each in engine.optimizer.holdings()["optimizer"])
     mine += sum(

@@ -67,12 +67,12 @@ def test_a_missing_or_truncated_file_of_a_rank_is_named(name: str, rank: int, tm
     for path in sorted((folder / "global_step3").glob(f"*_rank_{rank}_*.pt")):
         content = path.read_bytes()
         path.unlink()
-        with pytest.raises(CheckpointError, match=rf"states of rank {rank}|the first rank's model") as caught:
+        with pytest.raises(CheckpointError, match=rf"states of rank {rank}") as caught:
             open_deepspeed(folder)
         assert "interrupted" in str(caught.value) and str(path.parent) in str(caught.value)
         for size in (0, 1000, len(content) - 1):
             path.write_bytes(content[:size])
-            with pytest.raises(CheckpointError, match=f"{path.name} is cut off"):
+            with pytest.raises(CheckpointError, match=f"{path.name} is truncated"):
                 open_deepspeed(folder)
         path.write_bytes(content)
     opened(folder)
@@ -93,7 +93,7 @@ def test_missing_optimizer_states_are_named(tmp_path: Path) -> None:
     folder = unpacked("stage2_fp32", tmp_path)
     for path in (folder / "global_step3").glob("*optim_states.pt"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="global_step3 has no files of optimizer states"):
+    with pytest.raises(CheckpointError, match="global_step3 has no optimizer state files"):
         open_deepspeed(folder)
 
 
@@ -110,7 +110,7 @@ def test_a_run_with_fewer_ranks_under_the_same_tag_is_noticed(tmp_path: Path) ->
     old, new = (unpacked(name, tmp_path) / "global_step3" for name in ("stage2_fp32", "stage1_alone"))
     for path in new.glob("*.pt"):
         shutil.copy(path, old)
-    with pytest.raises(CheckpointError, match="3 ranks, but they are of runs with 1 and 3: a run with fewer"):
+    with pytest.raises(CheckpointError, match="3 ranks, saved at world sizes 1 and 3"):
         open_deepspeed(old)
 
 
@@ -118,7 +118,7 @@ def test_two_precisions_under_the_same_tag_are_noticed(tmp_path: Path) -> None:
     folder = unpacked("stage2_fp32", tmp_path) / "global_step3"
     path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     shutil.copy(path, folder / f"bf16_{path.name}")
-    with pytest.raises(CheckpointError, match=f"bf16_{path.name} and {path.name} are both there"):
+    with pytest.raises(CheckpointError, match=f"bf16_{path.name} and {path.name} are both present"):
         open_deepspeed(folder)
 
 
@@ -165,7 +165,7 @@ def test_model_states_of_another_model_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not hold all|of different runs"):
         open_deepspeed(folder)
     rewritten(path, lambda content: content["param_shapes"].pop())
-    with pytest.raises(CheckpointError, match="do not have the same groups"):
+    with pytest.raises(CheckpointError, match="have different groups"):
         open_deepspeed(folder)
 
 
@@ -175,9 +175,9 @@ def test_files_of_an_unknown_kind_are_an_error_that_names_the_folder(tmp_path: P
     for key, value in (("buffer_names", None), ("param_shapes", [1, 2, 3]), ("global_steps", "x")):
         shutil.copy(folder / "global_step3_universal" / path.name, path)
         rewritten(path, lambda content, key=key, value=value: content.update({key: value}))  # type: ignore[misc]
-        with pytest.raises(CheckpointError, match="global_step3: the files are not as DeepSpeed"):
+        with pytest.raises(CheckpointError, match="global_step3: the files differ from those of DeepSpeed"):
             open_deepspeed(folder)
-    for content, said in (([], "no file of model states"), ({"module": 1, "dp_world_size": 1}, "no module")):
+    for content, said in (([], "not a model state file"), ({"module": 1, "dp_world_size": 1}, "no module")):
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=f"{path.name} .*{said}"):
             open_deepspeed(folder)
@@ -191,8 +191,8 @@ def test_files_of_an_unknown_kind_are_an_error_that_names_the_folder(tmp_path: P
     [
         ("mp_rank_01_model_states.pt", "tensor or pipeline"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "of experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "of experts"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "has experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "has experts"),
         ("layer_01-model_00-model_states.pt", "pipeline parallelism"),
         ("offloaded_tensors", "on NVMe"),
     ],
@@ -247,8 +247,8 @@ def test_a_loss_scale_that_has_no_equal_is_left_out(tmp_path: Path) -> None:
         ([(2, 2), (2,), (3, 2), (3,)], [[(3, 2)], [(2,), (3,)]], None),  # with a frozen one
         ([(2, 2), (2, 2), (2,)], [[(2, 2), (2,)]], "in several ways"),  # which of the two is frozen?
         ([(2, 2), (2, 2)], [[(2, 2)], [(2, 2)]], "in several ways"),
-        ([(2, 2), (2,)], [[(2,), (2, 2)]], "does not fit"),  # not the model's order
-        ([(2, 2)], [[(2, 2), (2, 2)]], "does not fit"),
+        ([(2, 2), (2,)], [[(2,), (2, 2)]], "does not match"),  # not the model's order
+        ([(2, 2)], [[(2, 2), (2, 2)]], "does not match"),
         ([(2, 2)], [[]], None),
     ],
 )
@@ -293,7 +293,7 @@ def test_weights_without_an_optimizer_are_read(tmp_path: Path) -> None:
 
 def test_what_the_converter_has_mixed_up_is_refused(tmp_path: Path) -> None:
     folder = unpacked("stage2_round_robin", tmp_path)
-    with pytest.raises(CheckpointError, match=r"round_robin_gradients.*Load what it was made of"):
+    with pytest.raises(CheckpointError, match=r"round_robin_gradients.*Load the original checkpoint"):
         open_deepspeed(folder, "global_step3_universal")
     mixed = load_saved(folder / "global_step3_universal" / "zero" / "first.bias" / "fp32.pt")["param"].whole()
     assert not torch.equal(mixed, truth_of(folder)[0]["parameters/first.bias"])  # else it could be read
@@ -307,7 +307,7 @@ def test_an_interrupted_conversion_is_noticed(name: str, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"gain/fp32\.pt does not exist"):
         open_deepspeed(folder)
     (folder / "zero" / "gain" / "fp32.pt").write_bytes(content[:100])
-    with pytest.raises(CheckpointError, match=r"gain/fp32\.pt is cut off"):
+    with pytest.raises(CheckpointError, match=r"gain/fp32\.pt is truncated"):
         open_deepspeed(folder)
     (folder / "zero" / "gain" / "fp32.pt").write_bytes(content)
     (folder / "zero" / "optimizer_state.pt").unlink()
@@ -315,7 +315,7 @@ def test_an_interrupted_conversion_is_noticed(name: str, tmp_path: Path) -> None
         open_deepspeed(folder)
     for path in folder.glob("*model_states.pt"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="lacks the first rank's model states"):
+    with pytest.raises(CheckpointError, match="lacks the model states of rank 0"):
         open_deepspeed(folder)
 
 
@@ -333,10 +333,10 @@ def test_what_was_merged_from_cut_models_is_refused(extra: dict[str, Any], said:
     folder = unpacked("stage2_fp32", tmp_path) / "global_step3_universal"
     path = folder / "zero" / "gain" / "exp_avg.pt"
     torch.save({"param": torch.ones(1), **extra}, path)
-    with pytest.raises(CheckpointError, match=f"{path} was merged .* it has {said}: only"):
+    with pytest.raises(CheckpointError, match=f"{path} was merged .* it has {said}"):
         open_deepspeed(folder)
     torch.save({"param": torch.ones(2)}, path)
-    with pytest.raises(CheckpointError, match=rf"{path} is no tensor of shape \(1,\)"):
+    with pytest.raises(CheckpointError, match=rf"{path} is not a tensor of shape \(1,\)"):
         open_deepspeed(folder)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tests.worlds import RankError, run_in
 from tests.zero_full.exported import BF16, DTYPES, PLACES, Other, Zoo, engine_of, masters, save
 from tests.zero_full.runs import assert_same
-from zero_full.checkpoint import export, load_weights, save_16bit_model, save_weights
-from zero_full.checkpoint.files import TensorEntry, WeightFiles, deal_out, header_of
+from zero_full.checkpoint import load_weights, save_16bit_model, save_weights, weights_save
+from zero_full.checkpoint.safetensors_writer import TensorEntry, WeightFiles, header_of, split_into_files
 from zero_full.errors import CheckpointError
 
 
@@ -133,7 +133,7 @@ def test_names_rename_and_leave_out(tmp_path: Path) -> None:
             f"model.{n}" for n in Zoo().state_dict() if "body.1" not in n and n != "out.weight"
         }
         assert file.metadata() == {"format": "pt", "model.out.weight": "model.words.weight"}
-    with pytest.raises(ValueError, match=r"gives scale and empty the same name in the file, x"):
+    with pytest.raises(ValueError, match=r"maps scale and empty to the same name in the file, x"):
         save_weights(engine.module, engine.optimizer, tmp_path, names=lambda name: "x")
 
 
@@ -143,9 +143,9 @@ def test_what_safetensors_cannot_hold_is_an_error() -> None:
             return {"a": 1}
 
     engine = engine_of(2, {}, Stateful)
-    with pytest.raises(ValueError, match=r"_extra_state is or are none.*names=.*\.bin"):
+    with pytest.raises(ValueError, match=r"the extra state .*_extra_state.*names=.*\.bin"):
         save_weights(engine.module, engine.optimizer, "nowhere")
-    with pytest.raises(ValueError, match=r"x is torch.complex128, which safetensors does not know"):
+    with pytest.raises(ValueError, match=r"x is torch.complex128, which safetensors does not support"):
         TensorEntry("x", torch.complex128, (1,))
     with pytest.raises(ValueError, match=r"floating-point, not 5, torch.int8"):
         engine = engine_of(2, {})
@@ -203,7 +203,7 @@ def most_in_memory(comm: Any, folder: Path) -> tuple[int, int]:
     """(units, how many of them there were at a time)."""
     engine = engine_of(3, {}, Deep)
     made: list[weakref.ref[Tensor]] = []
-    most, whole = 0, export._whole
+    most, whole = 0, weights_save._all_gather
 
     def counted(values: Any, mine: Tensor) -> Tensor:
         nonlocal most
@@ -211,11 +211,11 @@ def most_in_memory(comm: Any, folder: Path) -> tuple[int, int]:
         most = max(most, sum(one() is not None for one in made))
         return gathered
 
-    export._whole = counted
+    weights_save._all_gather = counted
     try:
         save_weights(engine.module, engine.optimizer, folder)
     finally:
-        export._whole = whole
+        weights_save._all_gather = whole
     return len(made), most
 
 
@@ -273,7 +273,7 @@ import gc, os, shutil, sys
 from itertools import count
 from pathlib import Path
 from tests.zero_full.exported import engine_of
-from zero_full.checkpoint import files, save_weights
+from zero_full.checkpoint import safetensors_writer, save_weights
 
 def dying(function, left):
     def counted(*arguments):
@@ -286,8 +286,9 @@ def die_in_turn(older, folders, limit):
         folder = shutil.copytree(older, Path(folders) / str(after))
         if not os.fork():
             left = [None] * after
-            files.WeightFiles.write = dying(files.WeightFiles.write, left)
-            files.flush, files.show = dying(files.flush, left), dying(files.show, left)
+            safetensors_writer.WeightFiles.write = dying(safetensors_writer.WeightFiles.write, left)
+            for name in ("flush_part", "publish_part"):
+                setattr(safetensors_writer, name, dying(getattr(safetensors_writer, name), left))
             save_weights(engine.module, engine.optimizer, folder, max_shard_bytes=int(limit))
             os._exit(0)
         if os.waitstatus_to_exitcode(os.wait()[1]) == 0:
@@ -363,9 +364,9 @@ def test_what_an_older_export_has_besides_goes(tmp_path: Path) -> None:
 
 def test_files_are_filled_in_order_up_to_the_limit() -> None:
     entries = [TensorEntry(str(size), torch.int8, (size,)) for size in (3, 4, 5, 20, 0, 1)]
-    dealt = [[entry.name for entry in shard] for shard in deal_out(entries, 8)]
+    dealt = [[entry.name for entry in shard] for shard in split_into_files(entries, 8)]
     assert dealt == [["3", "4"], ["5"], ["20"], ["0", "1"]]
-    assert deal_out([], 8) == [[]]
+    assert split_into_files([], 8) == [[]]
 
 
 def test_numbers_are_aligned_and_without_gaps(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
-from zero_full.checkpoint import command, consolidate, export_checkpoint, files
+from zero_full.checkpoint import consolidate, export_checkpoint, export_inspect, safetensors_writer
 from zero_full.errors import CheckpointError
 from zero_full.formatting import parse_size
 
@@ -37,7 +37,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
         return made
 
     monkeypatch.setattr(consolidate, "open_checkpoint", open_checkpoint)
-    monkeypatch.setattr(command, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
     return made
 
 
@@ -103,7 +103,7 @@ def test_chunks_and_pieces_leave_no_trace(
 ) -> None:
     monkeypatch.setattr(consolidate, "CHUNK", chunk)
     source, told = MemorySource(tmp_path, values_of_all_kinds(), pieces), []
-    wish = consolidate.Wish(torch.float32)
+    wish = consolidate.ExportOptions(torch.float32)
     exported = consolidate.consolidate(source, tmp_path / "out", wish, told.append)
     assert_equal(everything_in(tmp_path / "out"), wanted(source, torch.float32, False))
     assert source.largest <= max(chunk, 8)
@@ -137,7 +137,7 @@ def test_what_the_checkpoint_lacks_is_an_error_unless_it_is_not_wanted(
 ) -> None:
     source.shared["excluded"] = ["base.weight", "base.bias"]
     code, out, err = run(capsys, "export", "saved", tmp_path / "out")
-    assert (code, out) == (1, "") and "lacks base.weight, base.bias. --exclude-frozen" in err
+    assert (code, out) == (1, "") and "frozen parameters base.weight, base.bias. --exclude-frozen" in err
     assert not (tmp_path / "out").exists()
     code, out, _ = run(capsys, "export", "saved", tmp_path / "out", "--exclude-frozen")
     assert code == 0 and "frozen: frozen.weight, base.weight, base.bias\n" in out
@@ -159,7 +159,9 @@ def test_files_do_not_tell_in_which_order_tensors_were_stored(tmp_path: Path) ->
         source = MemorySource(tmp_path, {key: values[key] for key in keys})
         aliases = {"b.2": "a", "b.10": "a"}
         source.aliases = aliases if name == "one" else dict(reversed(aliases.items()))
-        files = consolidate.consolidate(source, tmp_path / name, consolidate.Wish(max_shard_bytes=25)).files
+        files = consolidate.consolidate(
+            source, tmp_path / name, consolidate.ExportOptions(max_shard_bytes=25)
+        ).files
         contents.append([file.read_bytes() for file in files])
     assert contents[0] == contents[1] and len(contents[0]) == 4
     weight_map = json.loads(contents[0][-1])["weight_map"]
@@ -232,20 +234,24 @@ WRONG: dict[str, tuple[Callable[[MemorySource, Path], None], str, str]] = {
     "nobody knows what is frozen": (
         no_frozen,
         "--exclude-frozen",
-        "does not tell which parameters are frozen",
+        "does not say which parameters are frozen",
     ),
-    "all is frozen": (all_frozen, "--exclude-frozen", "step20, whose parameters are all frozen"),
-    "no parameters": (only_state, "", "nothing is to be exported from .*, which has no parameters"),
-    "experts": (experts, "", r"has parts of experts .* \(parameters@model1/words\): .*module_state_dict\(\)"),
-    "one name": (one_name, "", "has buffers/words and parameters/words, which have one name"),
-    "tied and stored": (stored_twice, "", "says that scale is tied and stores it all the same"),
-    "unknown type": (unknown_type, "", "odd is torch.complex128, which safetensors does not know"),
-    "too large": (too_large, "--dtype fp16", r"words has values as large as 7e\+04, which torch.float16"),
+    "all is frozen": (all_frozen, "--exclude-frozen", "step20 has nothing to export: .* frozen"),
+    "no parameters": (only_state, "", "has nothing to export: it has no parameters"),
+    "experts": (experts, "", r"has experts .* \(parameters@model1/words\): .*module_state_dict\(\)"),
+    "one name": (one_name, "", "has buffers/words and parameters/words, which have the same name"),
+    "tied and stored": (stored_twice, "", "stores scale, but says"),
+    "unknown type": (unknown_type, "", "odd is torch.complex128, which safetensors does not support"),
+    "too large": (
+        too_large,
+        "--dtype fp16",
+        r"words has values as large as 7e\+04, which overflow torch.float16",
+    ),
     "flipped byte": (flipped, "", "rank2.bin is damaged: its checksum differs"),
-    "a file": (is_file, "", "out: name a folder"),
+    "a file": (is_file, "", "out is a file name"),
     "below a file": (below_file, "OUT/file/new", "Not a directory"),
-    "a file's name": (nothing, "OUT/new.safetensors", "new.safetensors: name a folder"),
-    "exists": (exists, "", "model.safetensors exists already: export into another folder"),
+    "a file's name": (nothing, "OUT/new.safetensors", "new.safetensors is a file name"),
+    "exists": (exists, "", "model.safetensors exists already. Export into another folder"),
     "exists in pieces": (exists_in_pieces, "", "model-00001-of-00002.safetensors exists already"),
     "unknown tag": (nothing, "--tag step7", "saved has no checkpoint step7; it has step20"),
 }
@@ -288,7 +294,7 @@ def test_too_little_room_is_told_before_anything_is_read(
     monkeypatch.setattr(consolidate, "disk_usage", lambda path: Room)
     code, _, err = run(capsys, "export", "saved", tmp_path / "a/b")
     assert code == 1 and source.largest == 0
-    assert re.search(rf"the export has 1.\d\d kB, and {tmp_path} has room for 100 B", err)
+    assert re.search(rf"the export needs 1.\d\d kB, but {tmp_path} has only 100 B", err)
     monkeypatch.setattr(Room, "total", 0)  # a file system that does not know
     assert run(capsys, "export", "saved", tmp_path / "a/b")[0] == 0
 
@@ -299,7 +305,7 @@ def test_a_folder_that_may_not_be_written(
     def refused(path: Path) -> None:  # the tests may run as root, whom no permission stops
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-    monkeypatch.setattr(files, "new_part", refused)
+    monkeypatch.setattr(safetensors_writer, "new_part", refused)
     code, _, err = run(capsys, "export", "saved", tmp_path)
     assert (code, err) == (1, f"error: {tmp_path}/model.safetensors: Read-only file system\n")
 
@@ -310,7 +316,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.WeightFiles, "write_part", interrupted)
+    monkeypatch.setattr(safetensors_writer.WeightFiles, "write_part", interrupted)
     code, _, err = run(capsys, "export", "saved", tmp_path)
     assert (code, err) == (130, "interrupted\n") and list(tmp_path.iterdir()) == []
 

@@ -45,7 +45,7 @@ LARGE = r"""
 import re, sys
 from pathlib import Path
 import torch
-from zero_full.checkpoint.consolidate import Wish, consolidate
+from zero_full.checkpoint.consolidate import ExportOptions, consolidate
 from zero_full.checkpoint.source import Source, StoredTensor
 
 class OnTheFly(Source):
@@ -64,9 +64,9 @@ def peak():
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 out, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-consolidate(OnTheFly(1000), out / "small", Wish(dtype))
+consolidate(OnTheFly(1000), out / "small", ExportOptions(dtype))
 before = peak()
-consolidate(OnTheFly(50_000_000, 25_000_000), out / "large", Wish(dtype, max_shard_bytes=10**8))
+consolidate(OnTheFly(50_000_000, 25_000_000), out / "large", ExportOptions(dtype, max_shard_bytes=10**8))
 print(peak() - before)
 """
 

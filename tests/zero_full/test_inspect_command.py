@@ -12,7 +12,7 @@ import torch
 
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
-from zero_full.checkpoint import command
+from zero_full.checkpoint import export_inspect
 from zero_full.checkpoint.inspection import MOST, Neighbours, neighbours
 from zero_full.errors import CheckpointError
 
@@ -50,7 +50,7 @@ def source(root: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
     )
     made.aliases = {"head": "words", "other": "words"}
     made.savers = range(4)
-    monkeypatch.setattr(command, "open_checkpoint", lambda folder, tag: made)
+    monkeypatch.setattr(export_inspect, "open_checkpoint", lambda folder, tag: made)
     return made
 
 
@@ -72,7 +72,7 @@ def test_a_table_says_what_there_is(
     for want in [
         *("written by a test", "tag step20", "world size 4", "stage 3", "step 20", "latest step20"),
         *("types bf16, fp32", "torch unknown", "also here step10"),
-        "unfinished partial-0f0f0f0f-x, replaced-1e1e1e1e-x: saves that run now, or were cut off",
+        "unfinished partial-0f0f0f0f-x, replaced-1e1e1e1e-x: saves in progress or interrupted",
         "left out the frozen parameters base.weight",
         "also in it counters",
         "tensors elements size bytes",
@@ -216,7 +216,7 @@ def test_what_cannot_be_opened_is_told_with_what_is_there(
     def open_checkpoint(folder: Path, tag: str | None) -> None:
         raise CheckpointError(f"{folder} has no complete checkpoint {tag}")
 
-    monkeypatch.setattr(command, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
     code, out, err = run(capsys, root, "--tag", "step7", *options)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {root} has no complete checkpoint step7\n")
@@ -227,7 +227,7 @@ def test_a_folder_that_may_not_be_read(root: Path, capsys: Capture, monkeypatch:
     def open_checkpoint(folder: Path, tag: str | None) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(command, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
     assert run(capsys, root) == (1, "", f"error: {root}: Permission denied\n")
 
 

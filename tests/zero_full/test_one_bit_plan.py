@@ -8,7 +8,7 @@ import torch
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.checkpoint.save import Taken
+from zero_full.checkpoint.save import SaveContents
 from zero_full.comm.chunks import Chunks
 from zero_full.errors import ConfigError
 from zero_full.plan import plan, plan_stages
@@ -49,7 +49,7 @@ def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
             [group.master.values for group in engine.optimizer.trained if group.master.is_separate]
         )
         moments = held(engine.optimizer.holdings()["optimizer"]) - masters
-        saved = sum(c.values.nbytes for c in Taken(engine.module, engine.optimizer, False).shares())
+        saved = sum(c.values.nbytes for c in SaveContents(engine.module, engine.optimizer, False).shares())
         found.append({"moments": moments, "sent": sent, "saved": saved, "master": masters})
     engine.destroy()
     return found

@@ -119,7 +119,7 @@ def test_another_number_of_ranks_must_give_up_what_each_had_of_its_own(
     for drops in ("argument", "configuration"):
         ranks = POOL.run(loaded, 3, kind, str(tmp_path), drops)
         for said, now, after in ranks:
-            assert "was saved by 2 ranks" in said and "drop_errors=True" in said and "Nothing was" in said
+            assert "local steps of 2 ranks" in said and "drop_errors=True" in said and "Nothing was" in said
             for name in now:
                 if name.startswith("parts."):
                     assert torch.equal(now[name], everyones[0].get(f"common {name}", now[name])), name

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero_full.checkpoint.deepspeed.ranges import with_values
+from zero_full.checkpoint.deepspeed.saved_source import with_values
 from zero_full.checkpoint.torch_file import SavedTensor, TorchArchive
 from zero_full.checkpoint.unpickle import ADMITTED, SavedObject, load_saved
 from zero_full.errors import CheckpointError
@@ -357,11 +357,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         archive.writestr("text", "text")
     (tmp_path / "folder.pt").mkdir()
     reasons = {
-        "old.pt": "torch.save has not written",
+        "old.pt": "not a file of torch.save",
         "compressed.pt": "damaged",
         "big.pt": "byte order",
-        "other.pt": "none that torch.save",
-        "folder.pt": "torch.save has not written",
+        "other.pt": "not one of torch.save",
+        "folder.pt": "not a file of torch.save",
         "absent.pt": "does not exist",
     }
     for name, reason in reasons.items():

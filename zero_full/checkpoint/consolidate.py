@@ -13,10 +13,10 @@ from shutil import disk_usage
 import torch
 from torch import Tensor
 
-from zero_full.checkpoint.files import CODES, TensorEntry, WeightFiles
 from zero_full.checkpoint.reading import open_checkpoint
+from zero_full.checkpoint.safetensors_writer import CODES, TensorEntry, WeightFiles, check_export
 from zero_full.checkpoint.source import Source
-from zero_full.checkpoint.weights import SINGLE
+from zero_full.checkpoint.weights_load import SINGLE
 from zero_full.errors import CheckpointError
 from zero_full.formatting import human, listed, natural_order
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS
@@ -27,7 +27,7 @@ Advance = Callable[[int], None]  # progress callback, called with the bytes of e
 
 
 @dataclass(frozen=True)
-class Wish:
+class ExportOptions:
     """The options of an export."""
 
     dtype: torch.dtype | None = None
@@ -35,13 +35,9 @@ class Wish:
     max_shard_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:
-        if self.max_shard_bytes < 1 or (self.dtype is not None and not self.dtype.is_floating_point):
-            raise ValueError(
-                "max_shard_bytes must be positive and dtype floating-point, "
-                f"not {self.max_shard_bytes}, {self.dtype}"
-            )
+        check_export(self.dtype, self.max_shard_bytes)
 
-    def type_of(self, stored: torch.dtype) -> torch.dtype:
+    def dtype_of(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype in the export of a tensor with the dtype `stored`."""
         if not stored.is_floating_point:
             return stored
@@ -77,15 +73,18 @@ def export_checkpoint(
     Tied parameters are stored once. The header has their other names, as with `safetensors.torch`. Damaged
     data raise an error. The files depend on names and values only, not on the number of saving ranks.
     """
-    wish = Wish(dtype, exclude_frozen, max_shard_bytes)
+    options = ExportOptions(dtype, exclude_frozen, max_shard_bytes)
     with closing(open_checkpoint(Path(folder), tag)) as source:
-        return consolidate(source, Path(out), wish)
+        return consolidate(source, Path(out), options)
 
 
-def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda size: None) -> Exported:
+def consolidate(
+    source: Source, out: Path, options: ExportOptions, advance: Advance = lambda size: None
+) -> Exported:
     """Export the source into the folder `out`. After CheckpointError or OSError, no file is left behind."""
-    entries, left_out = _entries(source, wish)
-    files = WeightFiles(out / SINGLE, list(entries.values()), wish.max_shard_bytes, _tied(source, entries))
+    entries, left_out = _entries(source, options)
+    tied = _tied(source, entries)
+    files = WeightFiles(out / SINGLE, list(entries.values()), options.max_shard_bytes, tied)
     _check_place(out, files)
     try:
         files.begin()
@@ -98,18 +97,18 @@ def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda
     return Exported(files.results(), files.size, left_out, list(source.shared.get("others") or {}))
 
 
-def size_to_read(source: Source, wish: Wish) -> int:
+def size_to_read(source: Source, options: ExportOptions) -> int:
     """Return the total bytes that `consolidate` will report to its progress callback."""
-    return sum(source.tensors[key].nbytes for key in _entries(source, wish)[0])
+    return sum(source.tensors[key].nbytes for key in _entries(source, options)[0])
 
 
 # The contents of the files ---------------------------------------------------------------------------
 
 
-def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[str]]:
+def _entries(source: Source, options: ExportOptions) -> tuple[dict[str, TensorEntry], list[str]]:
     """Return the tensors to write, by key of the source, and the names of frozen parameters left out."""
-    _refuse_parts(source)
-    frozen = _frozen(source, wish.exclude_frozen)
+    _check_unique_names(source)
+    frozen = _frozen(source, options.exclude_frozen)
     entries, left_out, keys = dict[str, TensorEntry](), [], dict[str, str]()
     for key in sorted(source.tensors, key=lambda key: (natural_order(key.partition("/")[2]), key)):
         stored, (kind, _, name) = source.tensors[key], key.partition("/")
@@ -118,30 +117,27 @@ def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[s
         elif kind in (PARAMETERS, BUFFERS):
             if name in keys:
                 raise CheckpointError(
-                    f"{source.path} has {keys[name]} and {key}, which have one name in a file"
+                    f"{source.path} has {keys[name]} and {key}, which have the same name in a file"
                 )
-            keys[name] = key
-            entries[key] = _entry(name, wish.type_of(stored.dtype), stored.shape)
+            keys[name], dtype = key, options.dtype_of(stored.dtype)
+            if dtype not in CODES:
+                raise CheckpointError(f"{name} is {dtype}, which safetensors does not support")
+            entries[key] = TensorEntry(name, dtype, stored.shape)
     if not any(key.startswith(f"{PARAMETERS}/") for key in entries):
-        which = "whose parameters are all frozen" if left_out else "which has no parameters"
-        raise CheckpointError(f"nothing is to be exported from {source.path}, {which}")
-    gone = [name for name in source.shared.get("excluded") or [] if name not in left_out]
-    return entries, left_out + gone
+        reason = "all its parameters are frozen" if left_out else "it has no parameters"
+        raise CheckpointError(f"{source.path} has nothing to export: {reason}")
+    absent = [name for name in source.shared.get("excluded") or [] if name not in left_out]
+    return entries, left_out + absent
 
 
-def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
-    if dtype not in CODES:
-        raise CheckpointError(f"{name} is {dtype}, which safetensors does not know: it cannot be exported")
-    return TensorEntry(name, dtype, shape)
-
-
-def _refuse_parts(source: Source) -> None:
+def _check_unique_names(source: Source) -> None:
+    """Raise CheckpointError if ranks have different parameters of the same name."""
     parts = [key for key in source.tensors if "@" in key.partition("/")[0]]
     if parts:
         raise CheckpointError(
-            f"{source.path} has parts of experts or of tensor-parallel ranks ({listed(parts, 3)}): "
-            "parameters of the same name differ between ranks, which one file cannot hold. Load it as it was "
-            "trained, and save engine.module_state_dict() into a file for each part"
+            f"{source.path} has experts or tensor-parallel layers ({listed(parts, 3)}): parameters of the "
+            "same name differ between ranks, which one file cannot hold. Load it as it was trained, and save "
+            "engine.module_state_dict() into a file for each part"
         )
 
 
@@ -151,13 +147,13 @@ def _frozen(source: Source, exclude: bool) -> set[str]:
     if not exclude:
         if excluded:
             raise CheckpointError(
-                f"{source.path} was saved without its frozen parameters: it lacks {listed(excluded)}. "
+                f"{source.path} was saved without the frozen parameters {listed(excluded)}. "
                 "--exclude-frozen (exclude_frozen=True) exports the rest"
             )
         return set()
     if frozen is None and not excluded:
         raise CheckpointError(
-            f"{source.path} does not tell which parameters are frozen: export all of them, without "
+            f"{source.path} does not say which parameters are frozen. Export all of them, without "
             "--exclude-frozen (exclude_frozen)"
         )
     return {source.aliases.get(name, name) for name in frozen or []}
@@ -169,7 +165,7 @@ def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
     aliases = sorted(source.aliases.items(), key=lambda item: natural_order(item[0]))
     tied = {alias: name for alias, name in aliases if name in names}
     if twice := sorted(names & tied.keys()):
-        raise CheckpointError(f"{source.path} says that {listed(twice)} is tied and stores it all the same")
+        raise CheckpointError(f"{source.path} stores {listed(twice)}, but says that these are tied to others")
     return tied
 
 
@@ -179,14 +175,14 @@ def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
 def _check_place(out: Path, files: WeightFiles) -> None:
     """Raise CheckpointError if `out` is no folder, holds an older export, or has too little disk space."""
     if out.suffix in OTHER_FILES or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out}: name a folder, in which {SINGLE} will be written, and not a file")
+        raise CheckpointError(f"{out} is a file name. Pass the folder in which {SINGLE} will be written")
     if older := files.older():
-        raise CheckpointError(f"{older[0]} exists already: export into another folder, or delete it first")
+        raise CheckpointError(f"{older[0]} exists already. Export into another folder, or delete it first")
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     space = disk_usage(place)
     if space.free < files.size and space.total:  # some network file systems report zeros
         raise CheckpointError(
-            f"the export has {human(files.size)}, and {place} has room for {human(space.free)}"
+            f"the export needs {human(files.size)}, but {place} has only {human(space.free)} free"
         )
 
 
@@ -218,7 +214,7 @@ def _converted(values: Tensor, entry: TensorEntry) -> Tensor:
     if narrower and not torch.equal(converted.isfinite(), values.isfinite()):
         largest = values[values.isfinite()].abs().max().item()
         raise CheckpointError(
-            f"{entry.name} has values as large as {largest:.3g}, which {entry.dtype} cannot hold: "
-            "choose another --dtype (dtype)"
+            f"{entry.name} has values as large as {largest:.3g}, which overflow {entry.dtype}. "
+            "Choose another --dtype (dtype)"
         )
     return converted

@@ -13,40 +13,40 @@ from pathlib import Path
 from threading import Thread
 
 BLOCK = 1 << 20  # bytes per checksum
-BESIDE = 1 << 26  # bytes between two background fsyncs of a file that is being written
-THREADS = 4  # threads that compute checksums, for MANY blocks or more
-MANY = 8
+FLUSH_BYTES = 1 << 26  # bytes between two background fsyncs of a file that is being written
+THREADS = 4  # threads that compute checksums
+MIN_THREADED = 8  # blocks; fewer are computed without threads
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks the flag
 
 
-def refuse_here() -> None:
+def check_platform() -> None:
     """Raise OSError on platforms that lack the system calls of a save."""
     if not hasattr(os, "preadv"):
-        raise OSError("checkpoints are written and read on Linux and macOS only: on Windows use WSL")
+        raise OSError("checkpoints are written and read on Linux and macOS only. On Windows, use WSL")
 
 
 @contextmanager
-def telling(what: str, path: Path) -> Iterator[None]:
+def add_context(action: str, path: Path) -> Iterator[None]:
     """Add the current action and the file's path to an OSError."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} while {what}", str(path)) from error
+        raise OSError(error.errno, f"{error.strerror} while {action}", str(path)) from error
 
 
-class NewFile:
-    """A new file that is written sequentially and is on the disk after `finish`.
+class FileWriter:
+    """Writes a new file sequentially. The file is on the disk after `finish`.
 
     A thread flushes it in between. Otherwise the page cache would hold the data and the disk would be idle
     until the end.
     """
 
     def __init__(self, path: Path) -> None:
-        refuse_here()
+        check_platform()
         self.path = path
         self.size, self.blocks, self.crc = 0, list[int](), 0
         self.flushed, self.flush, self.failure = 0, Thread(), list[OSError]()
-        with telling("making a file", path):
+        with add_context("making a file", path):
             self.descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -54,7 +54,7 @@ class NewFile:
         left = memoryview(data).cast("B")
         while left:
             part = left[: BLOCK - self.size % BLOCK]
-            with telling("writing", self.path):
+            with add_context("writing", self.path):
                 rest = part
                 while rest:
                     rest = rest[os.write(self.descriptor, rest) :]
@@ -64,10 +64,10 @@ class NewFile:
             if self.size % BLOCK == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
-                self._flush_beside()
+                self._flush_in_background()
 
-    def _flush_beside(self) -> None:
-        if self.size - self.flushed >= BESIDE and not self.flush.is_alive():
+    def _flush_in_background(self) -> None:
+        if self.size - self.flushed >= FLUSH_BYTES and not self.flush.is_alive():
             self.flushed, self.flush = self.size, Thread(target=self._flush)
             with suppress(RuntimeError):  # no thread can start at interpreter exit: `finish` flushes all
                 self.flush.start()
@@ -82,7 +82,7 @@ class NewFile:
         """Wait until all data are on the disk, and return the checksum of each block."""
         if self.size % BLOCK:
             self.blocks.append(self.crc)
-        with telling("flushing", self.path):
+        with add_context("flushing", self.path):
             os.fsync(self.descriptor)
             self.close()
             for error in self.failure:
@@ -100,7 +100,7 @@ class NewFile:
 
 def write_file(path: Path, data: bytes) -> int:
     """Write a new file, wait until it is on the disk, and return the data's checksum."""
-    file = NewFile(path)
+    file = FileWriter(path)
     try:
         file.write(data)
         file.finish()
@@ -111,14 +111,14 @@ def write_file(path: Path, data: bytes) -> int:
 
 def make_folder(path: Path) -> None:
     """Create a folder. Raises OSError if it exists."""
-    with telling("making a folder", path):
+    with add_context("making a folder", path):
         path.mkdir()
 
 
 def make_folders(path: Path) -> None:
     """Create a folder and its missing parents, and wait until they are on the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    with telling("making a folder", path):
+    with add_context("making a folder", path):
         path.mkdir(parents=True, exist_ok=True)
     for each in missing:
         flush_folder(each.parent)
@@ -128,7 +128,7 @@ def flush_folder(path: Path) -> None:
     """Wait until a folder's entries are on the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows cannot fsync a folder
         return
-    with telling("flushing a folder", path):
+    with add_context("flushing a folder", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -138,7 +138,7 @@ def flush_folder(path: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Rename a file or a folder. An existing file of the new name is replaced."""
-    with telling(f"renaming to {new.name}", old):
+    with add_context(f"renaming to {new.name}", old):
         old.replace(new)
 
 
@@ -158,22 +158,22 @@ def replace_file(path: Path, data: bytes, part: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file or an empty folder."""
-    with telling("removing", path):
+    with add_context("removing", path):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-class OldFile:
-    """A file of a known size for reads of ranges. Symbolic links are not followed.
+class FileReader:
+    """Reads ranges of a file of a known size. Symbolic links are not followed.
 
     It is opened at the first read, because a rank reads only few of many ranks' files.
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        refuse_here()
+        check_platform()
         self.path, self.size, self.descriptor = path, size, -1
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is no file, but a link or the like")
+            raise OSError(f"{path} is not a regular file, but a link or a special file")
         if found.st_size != size:
             raise OSError(f"{path} has {found.st_size} bytes, not the {size} that were written")
 
@@ -181,7 +181,7 @@ class OldFile:
         """Fill the buffer with the bytes from offset `at` on."""
         self._open()
         while buffer:
-            with telling("reading", self.path):
+            with add_context("reading", self.path):
                 got = os.preadv(self.descriptor, [buffer], at)
             if not got:
                 raise OSError(f"{self.path} ends before byte {at + len(buffer)}")
@@ -189,12 +189,12 @@ class OldFile:
 
     def _open(self) -> None:
         if self.descriptor < 0:
-            with telling("opening", self.path):
+            with add_context("opening", self.path):
                 self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
 
     def checksums(self, blocks: Sequence[int]) -> Iterator[int]:
         """Yield the current checksums of these blocks."""
-        if len(blocks) < MANY:
+        if len(blocks) < MIN_THREADED:
             yield from map(self._checksum, blocks)
             return
         self._open()  # before the threads, which would race to open it

@@ -1,12 +1,14 @@
 """Raise a failure of one rank on all ranks, so that no rank goes on alone or waits for a failed one."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_full.comm.error_dedup import print_once
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.shard.step.optimizer import ZeroOptimizer
+
+T = TypeVar("T")
 
 
 class Attempt:
@@ -14,33 +16,34 @@ class Attempt:
 
     def __init__(self, optimizer: ZeroOptimizer, call: str) -> None:
         if optimizer.closed:
-            raise CheckpointError("after destroy nothing can be saved or loaded: initialize the model again")
+            raise CheckpointError("nothing can be saved or loaded after destroy. Initialize the model again")
         self.optimizer, self.call = optimizer, call  # `call`: the function that every rank must have called
         self.error: Exception | None = None
         optimizer.on_every_rank(call)
 
-    def __call__(self, act: Callable[[], None]) -> None:
-        """Call `act`, unless an earlier call has failed. Keeps its exception."""
+    def __call__(self, act: Callable[[], T]) -> T | None:
+        """Call `act` and return its result, unless it or an earlier call has failed. Keeps its exception."""
         if self.error is None:
             try:
-                act()
+                return act()
             except Exception as error:
                 self.error = error
+        return None
 
-    def agree(self, told: Any = None) -> dict[int, Any]:
-        """Raise on every rank if any rank has failed; else return every rank's `told`, by rank.
+    def agree(self, value: Any = None) -> dict[int, Any]:
+        """Raise on every rank if any rank has failed; else return every rank's `value`, by rank.
 
         Every rank must call this.
         """
-        failure = None if self.error is None else said(self.error)
-        reports = {this_rank(): (failure, told)}
+        failure = None if self.error is None else message_of(self.error)
+        reports = {this_rank(): (failure, value)}
         for group in self.optimizer.groups.everyone:
-            for theirs in group.gather_objects(reports, f"what ranks say of {self.call}"):
+            for theirs in group.gather_objects(reports, f"the ranks' results of {self.call}"):
                 reports = {**reports, **theirs}
         failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
         if failed:
             first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
-            raise print_once(CheckpointError(reasons(failed, len(reports))), first) from self.error
+            raise print_once(CheckpointError(joined_messages(failed, len(reports))), first) from self.error
         return {rank: each for rank, (_, each) in sorted(reports.items())}
 
     def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:
@@ -58,12 +61,12 @@ class Attempt:
         self.agree()
 
 
-def said(error: BaseException | None) -> str:
+def message_of(error: BaseException | None) -> str:
     """Return the error's message, or its class name if the message is empty."""
     return str(error) or type(error).__name__
 
 
-def reasons(failed: dict[int, str], ranks: int) -> str:
+def joined_messages(failed: dict[int, str], ranks: int) -> str:
     """Return an error message from the failures by rank.
 
     Ranks are named unless all of them have failed with the same text.

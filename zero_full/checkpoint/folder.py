@@ -8,13 +8,13 @@
     DIR/replaced-NONCE-TAG/          temporary: a complete older save of the same tag
     DIR/removed-NONCE-TAG/           temporary: a folder that is being deleted
 
-[Note: all at once] Files are written into a partial folder and flushed, the manifest last. Then the folder is
-renamed, its parent is flushed, and `latest` is replaced by a rename. After an interruption at any point,
-`latest` names a complete checkpoint. If a checkpoint with the same tag exists, it is first renamed to
+[Note: atomic publication] Files are written into a partial folder and flushed, the manifest last. Then the
+folder is renamed, its parent is flushed, and `latest` is replaced by a rename. After an interruption at any
+point, `latest` names a complete checkpoint. If a checkpoint with the same tag exists, it is first renamed to
 `replaced-...`. A reader that finds no TAG uses the replaced folder. At most one exists per tag.
 
-[Note: what is ours] Only folders of the three kinds above are deleted and, with `keep_last`, complete
-checkpoints of the same model. Files of the user in a checkpoint's folder are kept, in DIR/TAG.
+[Note: deletion] Only folders of the three kinds above are deleted and, with `keep_last`, complete checkpoints
+of the same model. Files of the user in a checkpoint's folder are kept, in DIR/TAG.
 """
 
 import json
@@ -28,18 +28,18 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.files import is_plain
+from zero_full.checkpoint.safetensors_writer import is_file_name
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 
 LATEST, MANIFEST = "latest", "manifest.json"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 FORMAT, VERSION = "zero_full checkpoint", 1
-LARGEST = 1 << 30  # bytes of a manifest or a rank's JSON file; a larger one is damaged
+MAX_BYTES = 1 << 30  # of a manifest or a rank's JSON file; a larger one is damaged
 LONGEST_TAG = 200  # bytes; most file systems allow 255 for "replaced-12345678-" and the tag
 STALE = 3600.0  # seconds without a write after which a save counts as interrupted
-ASIDE = re.compile(rf"({PARTIAL}|{REPLACED}|{REMOVED})-([0-9a-f]{{8}})-(.+)")
-OURS = re.compile(rf"{re.escape(MANIFEST)}|rank_\d{{5,}}\.(safetensors|json)")
+TEMPORARY = re.compile(rf"({PARTIAL}|{REPLACED}|{REMOVED})-([0-9a-f]{{8}})-(.+)")
+OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|rank_\d{{5,}}\.(safetensors|json)")
 
 log = logging.getLogger("zero_full")
 
@@ -52,10 +52,10 @@ def partial_folder(directory: Path, tag: str, nonce: str) -> Path:
 def check_tag(tag: str) -> str:
     """Return the tag. Raises CheckpointError if it cannot be the name of a folder."""
     begins = tuple(f"{kind}-" for kind in (PARTIAL, REPLACED, REMOVED))
-    is_clean = is_plain(tag) and tag.isprintable() and tag == tag.strip()
+    is_clean = is_file_name(tag) and tag.isprintable() and tag == tag.strip()
     if not is_clean or tag.startswith(begins) or tag in (LATEST, MANIFEST) or len(tag.encode()) > LONGEST_TAG:
         raise CheckpointError(
-            f"the tag {tag!r} cannot be the name of a folder: use letters and digits, as in 'global_step100' "
+            f"the tag {tag!r} cannot be the name of a folder. Use letters and digits, as in 'global_step100' "
             f"(not '{LATEST}', '{MANIFEST}', '{PARTIAL}-...', '{REPLACED}-...' or '{REMOVED}-...')"
         )
     return tag
@@ -69,7 +69,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     lost = sorted(set(manifest["files"]) - {path.name for path in folder.iterdir()})
     if lost:
         raise CheckpointError(
-            f"{folder} has no {listed(lost)} any more: has something else removed files there?"
+            f"{folder} lacks {listed(lost)}, which this save has written. Does another program delete files?"
         )
     body = _canonical(manifest)
     disk.write_file(folder / MANIFEST, b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
@@ -77,11 +77,11 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
-    """Rename a partial folder with a manifest to the checkpoint of this tag. See [Note: all at once]."""
+    """Rename a complete partial folder to the checkpoint of this tag. See [Note: atomic publication]."""
     directory, place = folder.parent, folder.parent / tag
     replaced = directory / f"{REPLACED}-{nonce}-{tag}"
     if place.exists():
-        _put_away(directory, tag)
+        _mark_replaced(directory, tag)
         disk.rename(place, replaced)
     try:
         disk.rename(folder, place)
@@ -94,13 +94,13 @@ def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
         disk.replace_file(directory / LATEST, tag.encode(), directory / f"{PARTIAL}-{nonce}-{LATEST}")
 
 
-def tidy(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
+def delete_obsolete(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
     """Delete obsolete folders. A failure only warns, because the new checkpoint is valid regardless."""
     try:
-        _put_away(directory, tag)
+        _mark_replaced(directory, tag)
         if keep_last is not None:
-            _put_away_all_but(directory, keep_last, tag, nonce)
-        _remove_all(directory)
+            _mark_old(directory, keep_last, tag, nonce)
+        _delete_marked(directory)
     except (OSError, CheckpointError) as error:
         log.warning("older checkpoints in %s could not be removed: %s", directory, error)
 
@@ -109,24 +109,29 @@ def discard(folder: Path) -> None:
     """Delete a partial folder. Errors are ignored, because the save's own error is being raised."""
     with suppress(OSError):
         if folder.is_dir():
-            disk.rename(folder, folder.with_name(folder.name.replace(PARTIAL, REMOVED, 1)))
-            _remove_all(folder.parent)
+            _mark(folder)
+            _delete_marked(folder.parent)
 
 
-def _put_away(directory: Path, tag: str) -> None:
+def _mark(folder: Path) -> None:
+    """Mark a partial or replaced folder for deletion, by a rename."""
+    disk.rename(folder, folder.with_name(f"{REMOVED}-{folder.name.partition('-')[2]}"))
+
+
+def _mark_replaced(directory: Path, tag: str) -> None:
     """Mark the replaced checkpoints of this tag for deletion."""
-    for path in _aside(directory, REPLACED):
+    for path in _temporary(directory, REPLACED):
         if _tag_of(path) == tag:
-            disk.rename(path, directory / path.name.replace(REPLACED, REMOVED, 1))
+            _mark(path)
 
 
-def _remove_all(directory: Path) -> None:
+def _delete_marked(directory: Path) -> None:
     """Delete the folders that are marked for deletion. Files of the user are moved back to DIR/TAG."""
-    for folder in _aside(directory, REMOVED):
+    for folder in _temporary(directory, REMOVED):
         try:
             for path in sorted(folder.iterdir()):
                 place = directory / _tag_of(folder) / path.name
-                if OURS.fullmatch(path.name) and not path.is_dir():
+                if OWN_FILE.fullmatch(path.name) and not path.is_dir():
                     disk.remove(path)
                 elif not place.exists():
                     disk.make_folders(place.parent)
@@ -136,71 +141,64 @@ def _remove_all(directory: Path) -> None:
             log.warning("%s could not be removed: %s", folder, error)
 
 
-def _put_away_all_but(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
+def _mark_old(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
     """Mark old complete checkpoints of the newest one's model, and interrupted saves, for deletion.
 
-    The checkpoint that `latest` names is kept. See [Note: what is ours].
+    The checkpoint that `latest` names is kept. See [Note: deletion].
     """
     found, model = _found(directory), read_manifest(directory / newest)["about"].get("model")
-    others = [
-        tag for tag, (_, told) in found.items() if tag != newest and told["about"].get("model") == model
-    ]
-    others.sort(key=lambda tag: found[tag][1]["saved_at"])
-    gone = others[: max(0, len(others) - (keep_last - 1))]
-    for tag in gone:
+    alike = [tag for tag, (_, each) in found.items() if each["about"].get("model") == model]
+    others = sorted((tag for tag in alike if tag != newest), key=lambda tag: found[tag][1]["saved_at"])
+    for tag in others[: max(0, len(others) - (keep_last - 1))]:
         if tag != latest_tag(directory):
             # A rename is atomic, so a reader finds the complete folder or none.
             disk.rename(found[tag][0], directory / f"{REMOVED}-{nonce}-{tag}")
     now = (directory / newest / MANIFEST).stat().st_mtime  # by the clock of the file system
-    for path in _aside(directory, PARTIAL):
-        if now - _last_write(path) > STALE:
-            disk.rename(path, directory / path.name.replace(PARTIAL, REMOVED, 1))
+    for path in _temporary(directory, PARTIAL):
+        if now - max(each.stat().st_mtime for each in (path, *path.iterdir())) > STALE:
+            _mark(path)
 
 
-def _last_write(path: Path) -> float:
-    return max(each.stat().st_mtime for each in (path, *path.iterdir()))
-
-
-def refuse_strange(directory: Path, tag: str, model: str) -> None:
+def check_replaceable(directory: Path, tag: str, model: str) -> None:
     """Raise CheckpointError if a save would replace anything but a checkpoint of this model."""
     place = directory / tag
-    told = f"{place} exists and is %s, so it is left alone: choose another tag or another folder"
+    message = f"{place} is %s and is not replaced. Choose another tag or another folder"
     if place.is_symlink():
-        raise CheckpointError(told % "a link")
+        raise CheckpointError(message % "a symbolic link")
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    if not place.is_dir() or sum(bool(OURS.fullmatch(path.name)) for path in place.iterdir()) < 3:
-        raise CheckpointError(told % "no checkpoint of zero_full")
+    if not place.is_dir() or sum(bool(OWN_FILE.fullmatch(path.name)) for path in place.iterdir()) < 3:
+        raise CheckpointError(message % "not a checkpoint of zero_full")
     try:
         found = read_manifest(place)
     except CheckpointError:  # it is damaged, so replacing it loses nothing
         return
     if found["about"].get("model", model) != model:
-        raise CheckpointError(told % "a checkpoint of another model")
+        raise CheckpointError(message % "a checkpoint of another model")
 
 
 # Finding -----------------------------------------------------------------------------------------
 
 
-def _aside(directory: Path, kind: str) -> list[Path]:
+def _temporary(directory: Path, kind: str) -> list[Path]:
     """Return the folders of one kind: partial, replaced or removed."""
     found = [path for path in directory.iterdir() if path.name.startswith(f"{kind}-")]
-    return sorted(p for p in found if ASIDE.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
+    return sorted(p for p in found if TEMPORARY.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
 
 def _tag_of(path: Path) -> str:
     """Return the tag in the name of a partial, replaced or removed folder."""
-    told = ASIDE.fullmatch(path.name)
-    assert told is not None, path
-    return told[3]
+    found = TEMPORARY.fullmatch(path.name)
+    assert found is not None, path
+    return found[3]
 
 
 def _found(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Return the path and the manifest of each complete checkpoint in a folder, by tag."""
     if not directory.is_dir():
         return {}
-    places = {path.name: path for path in directory.iterdir() if not ASIDE.fullmatch(path.name)}
-    places = {**{_tag_of(path): path for path in _aside(directory, REPLACED)}, **places}
+    places = {path.name: path for path in directory.iterdir() if not TEMPORARY.fullmatch(path.name)}
+    places = {**{_tag_of(path): path for path in _temporary(directory, REPLACED)}, **places}
     found = {}
     for tag, path in sorted(places.items()):
         if not path.is_symlink():
@@ -218,13 +216,13 @@ def complete(directory: Path) -> dict[str, dict[str, Any]]:
 
 def unfinished(directory: Path) -> list[Path]:
     """Return the folders of saves that were interrupted or are in progress."""
-    return _aside(directory, PARTIAL) if directory.is_dir() else []
+    return _temporary(directory, PARTIAL) if directory.is_dir() else []
 
 
 def latest_tag(directory: Path) -> str | None:
     """Return the tag in the file `latest`, or None without such a file."""
     try:
-        tag = read_whole(directory / LATEST, None, largest=4096).decode().strip()
+        tag = read_whole(directory / LATEST, None, limit=4096).decode().strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -233,7 +231,7 @@ def latest_tag(directory: Path) -> str | None:
         return check_tag(tag)
     except CheckpointError:
         raise CheckpointError(
-            f"{directory / LATEST} names {tag!r}, which is no folder beside it: write the tag to load into it"
+            f"{directory / LATEST} names {tag!r}, which cannot be a tag. Write the tag to load into this file"
         ) from None
 
 
@@ -242,32 +240,32 @@ def folder_of(directory: Path, tag: str) -> Path:
     place = directory / check_tag(tag)
     if place.exists():
         return place
-    for replaced in _aside(directory, REPLACED) if directory.is_dir() else []:
+    for replaced in _temporary(directory, REPLACED) if directory.is_dir() else []:
         if _tag_of(replaced) == tag:
             return replaced
     others = ", ".join(complete(directory)) or "none"
-    cut_off = [path.name for path in unfinished(directory)]
-    told = f"; never finished: {', '.join(cut_off)}" if cut_off else ""
-    raise CheckpointError(f"{directory} has no checkpoint {tag}. Complete ones: {others}{told}")
+    partial = ", ".join(path.name for path in unfinished(directory))
+    more = f". Incomplete ones: {partial}" if partial else ""
+    raise CheckpointError(f"{directory} has no checkpoint {tag}. Complete ones: {others}{more}")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest. Raises CheckpointError if the folder is incomplete or in another format."""
     path = folder / MANIFEST
     try:
-        told = json.loads(read_whole(path, None))
-        manifest = told["manifest"]
-        if told["crc32"] != zlib.crc32(_canonical(manifest)):
-            raise CheckpointError(f"{path} is damaged: its checksum is another one")
+        content = json.loads(read_whole(path, None))
+        manifest = content["manifest"]
+        if content["crc32"] != zlib.crc32(_canonical(manifest)):
+            raise CheckpointError(f"{path} is damaged: its checksum does not match")
         if manifest["format"] != FORMAT or manifest["version"] != VERSION:
             raise CheckpointError(
-                f"{path} is {manifest['format']!r}, version {manifest['version']}; this release of zero_full "
-                f"reads version {VERSION}: use a newer one"
+                f"{path} has format {manifest['format']!r}, version {manifest['version']}. This release of "
+                f"zero_full reads version {VERSION} of {FORMAT!r}. Use a newer release"
             )
         _check_types(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}: it was never finished, or is no checkpoint of zero_full"
+            f"{folder} has no {MANIFEST}: the save was interrupted, or this is no checkpoint of zero_full"
         ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
@@ -282,24 +280,26 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 def _check_types(manifest: Mapping[str, Any]) -> None:
     ranks, about = manifest["ranks"], manifest["about"]
     if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks) or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks {ranks!r}")
+        raise ValueError(f"its ranks are {ranks!r}")
     if about["world_size"] != len(ranks) or type(manifest["saved_at"]) is not float:
-        raise ValueError(f"{about['world_size']} ranks, saved at {manifest['saved_at']!r}")
+        raise ValueError(
+            f"its world size is {about['world_size']!r} and its time of saving {manifest['saved_at']!r}"
+        )
 
 
-def read_whole(path: Path, crc: int | None, largest: int = LARGEST) -> bytes:
+def read_whole(path: Path, crc: int | None, limit: int = MAX_BYTES) -> bytes:
     """Read a small file. Raises CheckpointError if it is too large or its checksum is not `crc`."""
     size = path.lstat().st_size
-    if size > largest:
-        raise CheckpointError(f"{path} has {size} bytes, which is too much")
-    file = disk.OldFile(path, size)
+    if size > limit:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and at most {limit} are expected")
+    file = disk.FileReader(path, size)
     try:
         data = bytearray(size)
         file.read_into(memoryview(data), 0)
     finally:
         file.close()
     if crc is not None and zlib.crc32(data) != crc:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
     return bytes(data)
 
 

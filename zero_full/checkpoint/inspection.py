@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint.consolidate import Advance
-from zero_full.checkpoint.folder import ASIDE
+from zero_full.checkpoint.folder import TEMPORARY
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.errors import CheckpointError
 from zero_full.formatting import INDENT, human, listed, natural_order, shown, table_row, terminal_width
@@ -33,7 +33,7 @@ class Neighbours:
         if self.others:
             yield "also here", ", ".join(self.others)
         if self.unfinished:
-            yield "unfinished", f"{', '.join(self.unfinished)}: saves that run now, or were cut off"
+            yield "unfinished", f"{', '.join(self.unfinished)}: saves in progress or interrupted"
 
 
 def neighbours(folder: Path, path: Path | None) -> Neighbours:
@@ -47,7 +47,7 @@ def neighbours(folder: Path, path: Path | None) -> Neighbours:
         return Neighbours()
     found = [each.name for each in root.iterdir() if each.is_dir() and each.name[0] != "."]
     folders = sorted(found, key=natural_order)
-    unfinished = [name for name in folders if ASIDE.fullmatch(name)]
+    unfinished = [name for name in folders if TEMPORARY.fullmatch(name)]
     mine = None if path is None else path.resolve().name
     return Neighbours(_latest(root), [n for n in folders if n not in (mine, *unfinished)], unfinished)
 
@@ -64,13 +64,13 @@ def _latest(root: Path) -> str | None:
 
 def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
     """Read all data and return the distinct error messages."""
-    wrong: dict[str, None] = {}
+    errors: dict[str, None] = {}
 
     def attempt(read: Callable[[], object]) -> None:
         try:
             read()
         except (CheckpointError, OSError) as error:
-            wrong[str(error)] = None
+            errors[str(error)] = None
 
     for key, stored in source.tensors.items():
         for first, last in stored.pieces:
@@ -81,7 +81,7 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
         attempt(check)
     for rank in source.savers:
         attempt(partial(source.private, rank))
-    return list(wrong)
+    return list(errors)
 
 
 def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
@@ -96,9 +96,9 @@ def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
 class Inspection:
     """The description of a checkpoint, with the errors of its verification if that was requested."""
 
-    def __init__(self, source: Source, around: Neighbours, wrong: list[str] | None = None) -> None:
+    def __init__(self, source: Source, around: Neighbours, errors: list[str] | None = None) -> None:
         self.source, self.around = source, around
-        self.wrong = wrong  # None: not verified
+        self.errors = errors  # None: not verified
         self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by kind, as "state/exp_avg", by name
         for key in sorted(source.tensors, key=_place):
             stored = source.tensors[key]
@@ -133,23 +133,25 @@ class Inspection:
                 "tied": self.source.aliases,
                 "frozen": shared.get("frozen"),
                 "excluded": shared.get("excluded") or [],
-                "also_in_it": self._besides(),
-                "verified": self.wrong is not None,
-                "wrong": self.wrong or [],
+                "also_in_it": self._other_entries(),
+                "verified": self.errors is not None,
+                "wrong": self.errors or [],
             },
             default=str,
         )
 
-    def _besides(self) -> list[str]:
-        told = ("about", "aliases", "frozen", "excluded")
-        return [key for key, value in self.source.shared.items() if key not in told and value is not None]
+    def _other_entries(self) -> list[str]:
+        described = ("about", "aliases", "frozen", "excluded")
+        return [
+            key for key, value in self.source.shared.items() if key not in described and value is not None
+        ]
 
     def table(self) -> str:
         """Return the description as text."""
         parts = [self._head(), self._sums()]
         parts += [self._list(kind, tensors) for kind, tensors in self.named().items()]
-        if self.wrong is not None:
-            parts.append(self._verdict(self.wrong))
+        if self.errors is not None:
+            parts.append(self._verdict(self.errors))
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _head(self) -> list[str]:
@@ -163,8 +165,8 @@ class Inspection:
         ]
         if excluded:
             rows.append(("left out", f"the frozen parameters {listed(excluded)}"))
-        if besides := self._besides():
-            rows.append(("also in it", ", ".join(besides)))
+        if others := self._other_entries():
+            rows.append(("also in it", ", ".join(others)))
         return [str(self.source.path), *pairs(rows)]
 
     def _sums(self) -> list[str]:
@@ -184,15 +186,15 @@ class Inspection:
             notes.setdefault(name, []).append(f"also {alias}")
         rows = [("shape", "type", "size")]
         rows += [(_shape(t), _type(t), human(t.nbytes)) for t in tensors.values()]
-        told = ["", *(", ".join(dict.fromkeys(notes.get(name, []))) for name in tensors)]
-        return _named([kind, *tensors], aligned(rows), told)
+        remarks = ["", *(", ".join(dict.fromkeys(notes.get(name, []))) for name in tensors)]
+        return _named([kind, *tensors], aligned(rows), remarks)
 
-    def _verdict(self, wrong: list[str]) -> list[str]:
+    def _verdict(self, errors: list[str]) -> list[str]:
         size = sum(stored.nbytes for stored in self.source.tensors.values())
-        if not wrong:
+        if not errors:
             return [f"verified: {human(size)} can be read and are what was written"]
-        more = [f"and {len(wrong) - MOST} more"] * (len(wrong) > MOST)
-        return ["DAMAGED:", *(f"  {text}" for text in [*wrong[:MOST], *more])]
+        more = [f"and {len(errors) - MOST} more"] * (len(errors) > MOST)
+        return ["DAMAGED:", *(f"  {text}" for text in [*errors[:MOST], *more])]
 
 
 def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full.checkpoint.files import CODES
+from zero_full.checkpoint.safetensors_writer import CODES
 from zero_full.errors import CheckpointError
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.group.released import ReleasedTensor
@@ -26,8 +26,8 @@ KIND, VALUE = "~", "is"  # keys that tag a type unknown to JSON: {"~": "tuple", 
 SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 SCALARS = (torch.float32, torch.float64, torch.int64, torch.int32)  # dtypes that decimal text holds exactly
-DEEPEST = 100  # levels of nesting; self-referencing or malicious data has more
-LONGEST = 10_000  # bits of an integer; Python cannot parse much longer ones
+MAX_DEPTH = 100  # levels of nesting; self-referencing or malicious data has more
+MAX_BITS = 10_000  # of an integer; Python cannot parse much longer ones
 
 
 class Encoder:
@@ -42,13 +42,13 @@ class Encoder:
         Raises CheckpointError, which names the value by `where`, if it is not plain data.
         """
         kind = type(value)
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise CheckpointError(
-                f"{where[:100]}... is nested in more than {DEEPEST} lists and dicts (or holds itself), which "
-                "a checkpoint does not take: make it flatter"
+                f"{where[:100]}... is nested more than {MAX_DEPTH} levels deep, or contains itself, which a "
+                "checkpoint cannot store. Make it flatter"
             )
-        if kind is int and value.bit_length() > LONGEST:
-            raise CheckpointError(f"{where} is a number of {value.bit_length()} bits: save it as bytes")
+        if kind is int and value.bit_length() > MAX_BITS:
+            raise CheckpointError(f"{where} is an integer of {value.bit_length()} bits. Save it as bytes")
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -61,7 +61,7 @@ class Encoder:
             return {KIND: "deque", VALUE: [value.maxlen, self._members(value, where, depth)]}
         if kind in MAPPINGS:
             return self._mapping(value, MAPPINGS[kind], where, depth)
-        return self._rare(value, where)
+        return self._encode_object(value, where)
 
     def _members(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
         encoded = [self.encode(each, f"{where}[...]", depth + 1) for each in value]
@@ -77,12 +77,12 @@ class Encoder:
         ]
         return {KIND: kind, VALUE: pairs}
 
-    def _rare(self, value: Any, where: str) -> Any:
+    def _encode_object(self, value: Any, where: str) -> Any:
         if type(value) in (Tensor, Parameter):
             return self._tensor(value.detach(), where)
         if isinstance(value, ReleasedTensor):
             raise CheckpointError(
-                f"{where} is a parameter that is sharded, so it has no values here: copy it inside "
+                f"{where} is a sharded parameter, whose values are not gathered. Copy it inside "
                 "zero_full.GatheredParameters, on every rank"
             )
         if type(value) is bytes:
@@ -95,48 +95,48 @@ class Encoder:
         is_array = numpy is not None and type(value) is numpy.ndarray
         is_scalar = numpy is not None and isinstance(value, numpy.generic)
         if (is_array or is_scalar) and value.dtype.kind in "biufc":
-            told = [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
-            return {KIND: "array" if is_array else "scalar", VALUE: told}
-        raise _refusal(where, f"{type(value).__module__}.{type(value).__qualname__}")
+            content = [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
+            return {KIND: "array" if is_array else "scalar", VALUE: content}
+        raise _unsupported(where, f"{type(value).__module__}.{type(value).__qualname__}")
 
     def _tensor(self, value: Tensor, where: str) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.is_meta or value.dtype not in CODES:
-            raise _refusal(where, f"tensor of {value.dtype}, {value.layout}, on {value.device}")
+            raise _unsupported(where, f"tensor of {value.dtype}, {value.layout}, on {value.device}")
         if not value.dim() and value.dtype in SCALARS:
             return {KIND: "number", VALUE: [str(value.dtype).removeprefix("torch."), str(value.item())]}
         self.tensors.append(value)
         return {KIND: "tensor", VALUE: len(self.tensors) - 1}
 
 
-def _refusal(where: str, kind: str) -> CheckpointError:
+def _unsupported(where: str, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} is a {kind}, which a checkpoint does not hold: it holds numbers, texts, lists, dicts, "
-        "tensors of such numbers and the like, and no objects of classes. Make such of it, or leave it out"
+        f"{where} is a {kind}, which a checkpoint cannot store: it stores plain data and no objects of other "
+        "classes. Convert it to numbers, strings, lists, dicts or tensors, or leave it out"
     )
 
 
 def fingerprint(value: Any) -> str:
     """Return a string that is equal for two values only if they are equal bit for bit."""
     encoder = Encoder()
-    told = json.dumps(encoder.encode(value, "a state"))
-    return told + "".join(digest(tensor).hex() for tensor in encoder.tensors)
+    text = json.dumps(encoder.encode(value, "a state"))
+    return text + "".join(digest(tensor).hex() for tensor in encoder.tensors)
 
 
-def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
+def decode(encoded: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
     """Return the plain data that `Encoder.encode` has encoded.
 
     `tensor` returns a tensor by its index in `Encoder.tensors`. Damaged input raises ValueError, KeyError or
     another exception of the decoding functions.
     """
-    if depth > DEEPEST + 2:  # a rank's JSON file adds two levels of its own
+    if depth > MAX_DEPTH + 2:  # a rank's JSON file adds two levels of its own
         raise ValueError("nested too deeply")
-    if isinstance(told, list):
-        return [decode(each, tensor, depth + 1) for each in told]
-    if not isinstance(told, dict):
-        return told
-    if KIND not in told:
-        return {key: decode(each, tensor, depth + 1) for key, each in told.items()}
-    kind, value = told[KIND], told[VALUE]
+    if isinstance(encoded, list):
+        return [decode(each, tensor, depth + 1) for each in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if KIND not in encoded:
+        return {key: decode(each, tensor, depth + 1) for key, each in encoded.items()}
+    kind, value = encoded[KIND], encoded[VALUE]
     if kind in SEQUENCES.values():
         made = (decode(each, tensor, depth + 1) for each in value)
         return next(cls for cls, name in SEQUENCES.items() if name == kind)(made)
@@ -145,7 +145,7 @@ def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
         return next(cls for cls, name in MAPPINGS.items() if name == kind)(dict(pairs))
     if kind == "deque":
         return deque((decode(each, tensor, depth + 1) for each in value[1]), value[0])
-    return RARE[kind](value) if kind != "tensor" else tensor(value)
+    return DECODERS[kind](value) if kind != "tensor" else tensor(value)
 
 
 def _array(value: Any) -> Any:
@@ -154,25 +154,25 @@ def _array(value: Any) -> Any:
     dtype, shape, numbers = value
     made = numpy.dtype(str(dtype))
     if made.kind not in "biufc":
-        raise ValueError(f"no numbers: {dtype}")
+        raise ValueError(f"{dtype} is not a dtype of numbers")
     return numpy.frombuffer(base64.b64decode(numbers), made).reshape(shape).copy()
 
 
 def _dtype(name: str) -> torch.dtype:
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"no type of numbers: {name}")
+        raise ValueError(f"{name} is not a dtype of torch")
     return found
 
 
 def _number(value: Any) -> Tensor:
     dtype = _dtype(value[0])
     if dtype not in SCALARS:
-        raise ValueError(f"no number: {dtype}")
+        raise ValueError(f"a number cannot have dtype {dtype}")
     return torch.tensor(float(value[1]) if dtype.is_floating_point else int(value[1]), dtype=dtype)
 
 
-RARE: dict[str, Callable[[Any], Any]] = {
+DECODERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "number": _number,
     "bytes": base64.b64decode,

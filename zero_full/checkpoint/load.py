@@ -7,7 +7,7 @@ rank reads its own ranges.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -17,23 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import clean_name
-from zero_full.checkpoint import randomness
-from zero_full.checkpoint.background import background_of
+from zero_full.checkpoint.async_save import async_saves_of
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.object_state import Takers, made_in, set_rates
-from zero_full.checkpoint.own_state import OwnState
+from zero_full.checkpoint.object_state import ObjectStates, saved_extra_state, set_learning_rates
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
+from zero_full.checkpoint.resharding import SourceValues
+from zero_full.checkpoint.rng_state import check_rng_states, restore_rng_states
 from zero_full.checkpoint.save import Extras, group_members
-from zero_full.checkpoint.source import Source
-from zero_full.checkpoint.source_values import SourceValues, differences, is_of
+from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.checkpoint.weights_load import describe_unmatched, publish_loaded
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.access.gathered_parameters import load_others, own_and_made
 from zero_full.shard.contents.rank_state import OF_THIS_RUN, check_facts, load_facts
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, NewState, copy_back
-from zero_full.shard.group.parameters import GatherState
+from zero_full.shard.contents.state import BUFFERS, OWN, PARAMETERS, Chunk, NewState, copy_back
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 
@@ -81,7 +80,7 @@ def load_checkpoint(
     A failure raises CheckpointError on every rank, and nothing is changed.
     """
     optimizer.unfinished.check_load("load_checkpoint")
-    background_of(optimizer).wait()
+    async_saves_of(optimizer).wait()
     optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
@@ -95,7 +94,7 @@ def load_checkpoint(
     attempt(open_and_check)
     try:
         found = attempt.agree([(str(each.source.path), each.source.identity) for each in load])
-        _refuse_others(found)
+        _check_same_checkpoint(found)
         if not load:
             return None
         if checks := list(load[0].source.further_checks()):  # they read everything
@@ -109,13 +108,51 @@ def load_checkpoint(
     return Resumed(load[0].source.path, shared.get("client_state", {}), counters)
 
 
-def _refuse_others(found: Mapping[int, list[tuple[str, str]]]) -> None:
+def _check_same_checkpoint(found: Mapping[int, list[tuple[str, str]]]) -> None:
+    """Raise CheckpointError unless all ranks have found the same checkpoint, or none."""
     if len({str(each) for each in found.values()}) > 1:
         folders = {rank: each[0][0] if each else "none" for rank, each in found.items()}
         raise CheckpointError(
-            f"ranks find different checkpoints: {folders}. If these are the same, another save has just "
-            "taken its place: load again. Nothing was loaded"
+            f"ranks found different checkpoints: {folders}. If the paths are equal, a save has just replaced "
+            "the checkpoint: load again. Nothing was loaded"
         )
+
+
+class RankLocalState:
+    """Optimizer state of one rank alone, in a load: see [Note: a rank's own state] in `optim/step.py`."""
+
+    def __init__(self, source: Source, optimizer: ZeroOptimizer) -> None:
+        self.source, self.stepper = source, optimizer.contents.stepper
+        self.device = optimizer.groups.dense.shard.device
+        self.keys: list[str] = []
+        self.loaded: dict[str, Chunk] = {}
+
+    def find(self, ranks: int, same_ranks: bool) -> None:
+        """Find this rank's own state. Raises CheckpointError if the number of ranks has changed."""
+        saved = [key for key in self.source.tensors if key.startswith(f"{OWN}/")]
+        if not saved:
+            return
+        if not same_ranks:
+            raise CheckpointError(
+                f"{self.source.path} holds the 1-bit compression errors and local steps of "
+                f"{len(self.source.savers)} ranks, which {ranks} ranks cannot use. Load with "
+                "drop_errors=True (or checkpoint.drop_errors in the configuration), which discards them. "
+                "Nothing was loaded"
+            )
+        self.stepper.refuse_own(self.source.shared["stepper"])
+        self.keys = [key for key in saved if key.startswith(f"{OWN}/{this_rank()}/")]
+
+    def chunks(self) -> list[Chunk]:
+        """Allocate tensors for the state, as chunks to be read."""
+        for key in self.keys:
+            stored = self.source.tensors[key]
+            values = torch.empty(stored.numel, dtype=stored.dtype, device=self.device)
+            self.loaded[key.split("/", 2)[2]] = Chunk(key, stored.shape, 0, values)
+        return list(self.loaded.values())
+
+    def install(self) -> None:
+        """Load the state into the stepper, in place of its own state."""
+        self.stepper.load_own({name: chunk.values for name, chunk in self.loaded.items()})
 
 
 class CheckpointLoad:
@@ -131,7 +168,7 @@ class CheckpointLoad:
         self.keys: dict[str, str] = {}  # keys of the module's tensors, by name
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
-        self.values, self.own = SourceValues(source), OwnState(source, optimizer)
+        self.values, self.own = SourceValues(source), RankLocalState(source, optimizer)
 
     # Before anything changes ---------------------------------------------------------------------
 
@@ -142,8 +179,8 @@ class CheckpointLoad:
         except CheckpointError:
             raise
         except Exception as error:
-            told = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
-            raise CheckpointError(f"{self.source.path}: {told}. Nothing was loaded") from error
+            reason = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
+            raise CheckpointError(f"{self.source.path}: {reason}. Nothing was loaded") from error
 
     def _check(self) -> None:
         if self.wanted.module_only:  # a full load resets the accumulation, so only this one must check
@@ -156,9 +193,10 @@ class CheckpointLoad:
         self.values.check(self._chunks())
         trained = {clean_name(member.name) for _, member in self.optimizer.parts.places.values()}
         keys = {name: key for name, key in self.keys.items() if clean_name(name) not in trained}
-        place = {name: self.values.place[key] for name, key in keys.items() if key in self.values.place}
-        self.saved = made_in(self.source, self.made, place)
-        self.takers = self._takers()
+        known = self.values.source_keys
+        place = {name: known[key] for name, key in keys.items() if key in known}
+        self.extra_state = saved_extra_state(self.source, self.made, place)
+        self.objects = self._objects()
 
     def _match(self) -> None:
         """Match every tensor of the module with one of the source."""
@@ -178,31 +216,29 @@ class CheckpointLoad:
                 missing += [known[0]] if known[0] not in excluded else []
                 continue
             used.add(stored)
-            self.values.place[keys[tensor]] = stored
-            wrong += differences(known[0], tensor, self.source.tensors[stored])
+            self.values.source_keys[keys[tensor]] = stored
+            wrong += _differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
-        surplus = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
+        surplus = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
         unexpected = [key.partition("/")[2] for key in surplus]
         if self.source.savers:  # other formats do not separate extra state from tensors
-            told = self.source.shared["others"].keys()
+            saved = self.source.shared["others"].keys()
             made = {clean_name(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
-            missing, unexpected = [*missing, *(made - told)], [*unexpected, *(told - made)]
-        self._judge(wrong, sorted(missing), sorted(unexpected))
+            missing, unexpected = [*missing, *(made - saved)], [*unexpected, *(saved - made)]
+        self._check_names(wrong, sorted(missing), sorted(unexpected))
 
-    def _judge(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        where, told = self.source.path, list[str]()
-        if missing:
-            told.append(f"{where} lacks {listed(missing)}")
-        if unexpected:
-            told.append(f"{where} has {listed(unexpected)}, which the model lacks")
+    def _check_names(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        """Raise for mismatches. Without `strict`, only warn about missing and unexpected names."""
+        where = self.source.path
+        warnings = list(describe_unmatched(where, missing, unexpected))
         if self.wanted.strict:
-            wrong, told = wrong + told, []
+            wrong, warnings = wrong + warnings, []
         if wrong:
             raise CheckpointError("; ".join(wrong) + ". Nothing was loaded")
         if excluded := self.source.shared.get("excluded"):
-            told.append(f"{where} was saved without {listed(excluded)}, which keep their values")
-        if told and this_rank() == 0:
-            log.warning("; ".join(told))
+            warnings.append(f"{where} was saved without {listed(excluded)}, which keep their values")
+        if warnings and this_rank() == 0:
+            log.warning("; ".join(warnings))
 
     def _find(self, kind: str, names: Sequence[str]) -> str | None:
         """Return the key in the source of a tensor with these names, or None."""
@@ -218,19 +254,19 @@ class CheckpointLoad:
         shared = self.source.shared
         if "groups" not in shared:
             raise CheckpointError(
-                f"{self.source.path} has no state of an optimizer: load without it "
-                "(load_optimizer_states=False). Nothing was loaded"
+                f"{self.source.path} has no optimizer state. Load without it (load_optimizer_states=False). "
+                "Nothing was loaded"
             )
         check_facts(self.optimizer.contents, shared)
         if this_rank() == 0:
-            self._tell_options()
+            self._warn_of_changed_options()
         if not self.wanted.drop_errors:
             self.own.find(self._ranks(), self._same_ranks())
-            self.values.place.update({key: key for key in self.own.keys})
-        self._refuse_other_groups(shared.get("members", ()))
-        randomness.check(self.source.private(this_rank()).get("random"))
+            self.values.source_keys.update({key: key for key in self.own.keys})
+        self._check_groups(shared.get("members", ()))
+        check_rng_states(self.source.private(this_rank()).get("random"))
 
-    def _tell_options(self) -> None:
+    def _warn_of_changed_options(self) -> None:
         """Warn about saved optimizer options that replace other values of this run."""
         by_schedule = BY_SCHEDULE if self.extras.lr_scheduler is not None else ()
         pairs = zip(self.optimizer.param_groups, self.source.shared["groups"], strict=True)
@@ -238,36 +274,36 @@ class CheckpointLoad:
             skipped = {*OF_THIS_RUN, *by_schedule}
             both = [key for key in saved if key in here.keys() - skipped and not key.startswith(LIMITS)]
             values = {key: (_shown(saved[key]), _shown(here[key])) for key in both}
-            if told := [f"{key} {was}, not {now}" for key, (was, now) in values.items() if was != now]:
+            if changed := [f"{key} {was}, not {now}" for key, (was, now) in values.items() if was != now]:
                 log.warning(
-                    "%s: parameter group %d goes on with the options that were saved: %s",
+                    "%s: parameter group %d uses the saved options in place of this run's: %s",
                     self.source.path,
                     number,
-                    "; ".join(told),
+                    "; ".join(changed),
                 )
 
-    def _refuse_other_groups(self, members: Iterable[Sequence[str]]) -> None:
+    def _check_groups(self, members: Iterable[Sequence[str]]) -> None:
         """Raise CheckpointError if a parameter has moved to another parameter group since the save."""
         saved = {name: number for number, names in enumerate(members) for name in names}
         for number, names in enumerate(group_members(self.optimizer)):
             for name in names:
                 if saved.get(name, number) != number:
                     raise CheckpointError(
-                        f"{name} was in the optimizer's parameter group {saved[name]}, but is in group "
-                        f"{number} here, so it would get another group's options: give the groups in the "
-                        f"order of {self.source.path}, or load without them (load_optimizer_states=False). "
-                        "Nothing was loaded"
+                        f"{name} is in the optimizer's parameter group {number}, but was saved in group "
+                        f"{saved[name]}, so it would get another group's options. Pass the groups in the "
+                        f"order of {self.source.path}, or load without optimizer state "
+                        "(load_optimizer_states=False). Nothing was loaded"
                     )
 
-    def _takers(self) -> Takers:
+    def _objects(self) -> ObjectStates:
         """Return the objects that load a state of their own."""
-        takers, wanted = Takers(self.source), self.wanted
+        objects, wanted = ObjectStates(self.source), self.wanted
         if wanted.lr_scheduler_states and not wanted.module_only:
-            takers.add_schedule(self.extras.lr_scheduler, self.with_state)
-        takers.add_made(self.module, self.saved)
+            objects.add_scheduler(self.extras.lr_scheduler, self.with_state)
+        objects.add_extra_state(self.module, self.extra_state)
         if self.with_state:
-            takers.add_kept(self.extras, self._same_ranks(), self._ranks())
-        return takers
+            objects.add_kept(self.extras, self._same_ranks(), self._ranks())
+        return objects
 
     def _same_ranks(self) -> bool:
         """Return whether the world size is that of the save, so that ranks can load their private data."""
@@ -286,7 +322,7 @@ class CheckpointLoad:
             first.setdefault(tensor, name)
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         chunks = [*contents.masters(), *contents.frozen(), *whole]
-        chunks = [chunk for chunk in chunks if chunk.key in self.values.place]
+        chunks = [chunk for chunk in chunks if chunk.key in self.values.source_keys]
         self.state = NewState(contents, self.values) if self.with_state else None
         return chunks if self.state is None else [*chunks, *self.state.chunks(), *self.own.chunks()]
 
@@ -294,17 +330,17 @@ class CheckpointLoad:
 
     def change(self, attempt: Attempt) -> None:
         """Apply the checkpoint. Every rank must call this, after all ranks have checked."""
-        attempt(self.takers.hand_out)
+        attempt(self.objects.load)
         try:
             attempt.agree()
         except BaseException:
-            self.takers.take_back()
+            self.objects.roll_back()
             raise
         attempt(self.fill)
         try:
             attempt.agree()
             self.finish()
-            attempt(self._go_on)
+            attempt(self._restore_rng)
             attempt.agree()
         except Exception as error:
             raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
@@ -323,12 +359,12 @@ class CheckpointLoad:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
             self.own.install()
-        elif self.takers.takes_schedule:
-            set_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
+        elif self.objects.has_scheduler:
+            set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()
         if self._same_ranks():
-            self._take_own_buffers()
-        load_others(self.module, self.saved)  # again, as hooks may compute from the new parameters
+            self._load_private_buffers()
+        load_others(self.module, self.extra_state)  # again, as hooks may compute from the new parameters
 
     def _facts(self) -> dict[str, Any]:
         """Return the saved facts that apply here. A static loss scale is that of the configuration."""
@@ -338,7 +374,8 @@ class CheckpointLoad:
             facts.pop("scaler", None)
         return facts
 
-    def _take_own_buffers(self) -> None:
+    def _load_private_buffers(self) -> None:
+        """Restore buffers whose values differed between ranks."""
         own = self.source.private(this_rank()).get("buffers", {})
         targets = {chunk.key: chunk for chunk in self._chunks() if chunk.key.startswith(BUFFERS)}
         for key, values in own.items():
@@ -348,28 +385,37 @@ class CheckpointLoad:
 
     def finish(self) -> None:
         """Update the parameters from their master weights. Every rank must call this."""
-        optimizer = self.optimizer
-        optimizer.follow_masters()
+        publish_loaded(self.optimizer)
         if self.with_state:
-            optimizer.start_over()
-        for flat in (group.parameters for group in optimizer.parts.frozen):
-            flat.node_copy = None
-            if flat.state is GatherState.WHOLE:
-                flat.collect()
+            self.optimizer.start_over()
 
-    def _go_on(self) -> None:
+    def _restore_rng(self) -> None:
         """Restore the random number generators, if the world size is unchanged."""
         if not self.with_state:
             return
         private = self.source.private(this_rank())
         if self._same_ranks() and "random" in private:
-            randomness.restore(private["random"])
+            restore_rng_states(private["random"])
         elif this_rank() == 0:
             log.warning(
-                "%s: random numbers do not go on where they were: their states were saved by another number "
-                "of ranks, or not at all",
+                "%s: random number generators were not restored: their states were saved at another world "
+                "size, or not at all",
                 self.source.path,
             )
+
+
+def _is_of(key: str, parts: Iterable[str]) -> bool:
+    """Return whether the key is of a parameter or buffer in one of these parts of the model."""
+    kind, _, part = key.partition("/")[0].partition("@")
+    return kind in (PARAMETERS, BUFFERS) and part in parts
+
+
+def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
+    """Yield a message for each mismatch, in shape or dtype, of a tensor and its stored counterpart."""
+    if tuple(tensor.shape) != stored.shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
+    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
+        yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"
 
 
 def _shown(option: Any) -> str:

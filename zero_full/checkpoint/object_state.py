@@ -7,7 +7,7 @@ changes. If one of them raises on any rank, all get their previous states back.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,15 +25,15 @@ log = logging.getLogger("zero_full")
 
 
 @dataclass(frozen=True)
-class Taker:
+class StateToLoad:
     """An object with the state that it is to load."""
 
     name: str
-    taker: Any
+    target: Any
     state: Any
 
 
-class MadeByModule:
+class ExtraState:
     """State dict entries that a module makes itself: extra state, and tensors from state dict hooks."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,51 +49,52 @@ class MadeByModule:
         load_others(self.module, state)
 
 
-class Takers:
+class ObjectStates:
     """The objects that load a state of their own, in order, with their previous states for a rollback."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.those: list[Taker] = []
-        self.before: list[Taker] = []
-        self.takes_schedule = False
+        self.states: list[StateToLoad] = []
+        self.previous: list[StateToLoad] = []
+        self.has_scheduler = False
 
-    def add_schedule(self, schedule: Any, with_state: bool) -> None:
+    def add_scheduler(self, scheduler: Any, with_state: bool) -> None:
         """Add this run's LR scheduler, which may be None.
 
         Raises CheckpointError if the saved scheduler is of another class. `with_state`: the options of the
         optimizer's parameter groups, including the learning rate, are loaded as well.
         """
-        state, kind = self.source.shared.get("lr_scheduler"), type(schedule).__name__
-        if schedule is None:
+        state, kind = self.source.shared.get("lr_scheduler"), type(scheduler).__name__
+        if scheduler is None:
             if state is not None and this_rank() == 0:
                 stays = "as it was saved" if with_state else "as it is"
                 log.warning(
-                    "%s has the state of a schedule, which nobody takes: the learning rate stays %s. Give "
-                    "initialize the schedule before loading",
+                    "%s has the state of an LR scheduler, but this run has none: the learning rate stays %s. "
+                    "Pass the scheduler to initialize before loading",
                     self.source.path,
                     stays,
                 )
             return
         saved = self.source.shared.get("schedule", kind)
         if state is None or saved != kind:
-            told = "no state of a schedule" if state is None else f"the state of a {saved}, not of a {kind}"
+            found = "no LR scheduler state" if state is None else f"the state of a {saved}, not of a {kind}"
             raise CheckpointError(
-                f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
+                f"{self.source.path} has {found}. Load without it (load_lr_scheduler_states=False). "
                 "Nothing was loaded"
             )
-        if not with_state and not hasattr(schedule, "get_last_lr"):
+        if not with_state and not hasattr(scheduler, "get_last_lr"):
             raise CheckpointError(
-                f"{kind} has no get_last_lr, so nobody can tell which learning rate it has reached: load it "
-                "with the optimizer's state, or neither (load_lr_scheduler_states=False). Nothing was loaded"
+                f"{kind} has no get_last_lr, so its current learning rate is unknown. Load it with the "
+                "optimizer state, or load neither (load_lr_scheduler_states=False). Nothing was loaded"
             )
-        self.those.append(Taker("the schedule", schedule, state))
-        self.takes_schedule = True
+        self.states.append(StateToLoad("the LR scheduler", scheduler, state))
+        self.has_scheduler = True
 
-    def add_made(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+    def add_extra_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Add the entries that the module itself has made for its state dict."""
         if state:
-            self.those.append(Taker(f"the module's own {listed(sorted(state))}", MadeByModule(module), state))
+            name = f"the module's own {listed(sorted(state))}"
+            self.states.append(StateToLoad(name, ExtraState(module), state))
 
     def add_kept(self, extras: Extras, same_ranks: bool, ranks: int) -> None:
         """Add the objects of `extras.kept`.
@@ -109,46 +110,45 @@ class Takers:
         unclaimed = sorted({name for each in everyones.values() for name in each} - extras.kept.keys())
         if unclaimed and this_rank() == 0:
             log.warning(
-                "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
-                "before loading",
+                "%s has states of %s, which this run does not load: name them in keep_in_checkpoint "
+                "(or Extras.kept) before loading",
                 self.source.path,
                 listed(unclaimed),
             )
         for name, each in extras.kept.items():
-            states = {rank: told[name] for rank, told in everyones.items() if name in told}
+            states = {rank: kept[name] for rank, kept in everyones.items() if name in kept}
             if len(states) < len(everyones):
                 raise CheckpointError(
-                    f"{self.source.path} has no state of {name}: load first, and name it in "
-                    "keep_in_checkpoint (or Extras.kept) after that; for training_dataloader, which "
-                    "initialize has made, set engine.training_dataloader = None before. Nothing was loaded"
+                    f"{self.source.path} has no state of {name}. Name it in keep_in_checkpoint (or "
+                    "Extras.kept) only after the load. For training_dataloader, which initialize has made, "
+                    "set engine.training_dataloader = None before the load. Nothing was loaded"
                 )
             if not same_ranks and len({fingerprint(state) for state in states.values()}) > 1:
                 raise CheckpointError(
-                    f"{name} was saved by {len(states)} ranks, each its own state, and here are {ranks}: "
-                    "nobody can say which is whose. Let its state_dict be the same on all ranks. Nothing was "
-                    "loaded"
+                    f"{name} was saved with a different state on each of {len(states)} ranks, which {ranks} "
+                    "ranks cannot divide. Make its state_dict equal on all ranks. Nothing was loaded"
                 )
-            self.those.append(Taker(name, each, states[this_rank() if same_ranks else min(states)]))
+            self.states.append(StateToLoad(name, each, states[this_rank() if same_ranks else min(states)]))
 
-    def hand_out(self) -> None:
-        """Load the state of each object, and keep its previous state for `take_back`."""
-        for each in self.those:
-            self.before.append(Taker(each.name, each.taker, copied(each.taker.state_dict())))
+    def load(self) -> None:
+        """Load the state of each object, and keep its previous state for `roll_back`."""
+        for each in self.states:
+            self.previous.append(replace(each, state=copied(each.target.state_dict())))
             try:
-                each.taker.load_state_dict(each.state)
+                each.target.load_state_dict(each.state)
             except Exception as error:
                 raise CheckpointError(
-                    f"{each.name} cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
+                    f"{each.name} cannot load the state in {self.source.path}: {error!r}. Nothing was loaded"
                 ) from error
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Load the previous state of each object again."""
-        for each in self.before:
+        for each in self.previous:
             with suppress(Exception):  # an object that accepts no state; the load's error reports it
-                each.taker.load_state_dict(each.state)
+                each.target.load_state_dict(each.state)
 
 
-def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -> dict[str, Any]:
+def saved_extra_state(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -> dict[str, Any]:
     """Return the saved values of the entries that a module itself makes for its state dict.
 
     made   the module's current entries, by name
@@ -167,9 +167,9 @@ def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -
     return found
 
 
-def set_rates(groups: Sequence[dict[str, Any]], schedule: Any) -> None:
+def set_learning_rates(groups: Sequence[dict[str, Any]], scheduler: Any) -> None:
     """Set the learning rates of parameter groups to those that the LR scheduler has reached."""
-    for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
+    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.files import CODES, TensorEntry, bytes_of, header_of
 from zero_full.checkpoint.folder import read_whole
 from zero_full.checkpoint.json_values import Encoder, decode
+from zero_full.checkpoint.safetensors_writer import CODES, DTYPES, TensorEntry, bytes_of, header_of
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import Chunk
 
-AT_ONCE = 1 << 24  # bytes per copy from an accelerator
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-ASIDE = "plain"  # key prefix of tensors within plain data
+COPY_BYTES = 1 << 24  # per copy from an accelerator
+PLAIN = "plain"  # key prefix of tensors within plain data
 
 
 def data_name(rank: int) -> str:
@@ -39,7 +38,7 @@ class Payload:
     rank: int
     chunks: Sequence[Chunk]  # this rank's share of each tensor
     plain: Any  # plain data, encoded as JSON values
-    aside: Sequence[Tensor]  # the tensors within the plain data
+    plain_tensors: Sequence[Tensor]  # the tensors within the plain data
 
 
 def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> Payload:
@@ -57,37 +56,38 @@ def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> 
 
 
 def write(
-    folder: Path, payload: Payload, look: Callable[[], None] = lambda: None
+    folder: Path, payload: Payload, check: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, int]]:
     """Write both files, wait until they are on the disk, and return their rows for the manifest.
 
-    `look` is called before each tensor. An exception that it raises ends the writing.
+    `check` is called before each tensor. An exception that it raises ends the writing.
     """
     named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
-    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.aside)}
+    named |= {f"{PLAIN}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.plain_tensors)}
     entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
     header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
-    file = disk.NewFile(folder / data_name(payload.rank))
+    file = disk.FileWriter(folder / data_name(payload.rank))
     try:
         file.write(header)
         for key in sorted(named, key=lambda key: places[key]):
-            look()
+            check()
             _write_tensor(file, named[key])
         blocks = file.finish()
     finally:
         file.close()
-    told = {
+    description = {
         "tensors": {
             c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
             for c in payload.chunks
         },
         "aside": [
-            [CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(payload.aside)
+            [CODES[t.dtype], list(t.shape), places[f"{PLAIN}/{number}"]]
+            for number, t in enumerate(payload.plain_tensors)
         ],
         "blocks": blocks,
         "plain": payload.plain,
     }
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(description, separators=(",", ":")).encode()
     crc = disk.write_file(folder / json_name(payload.rank), text)
     return {
         data_name(payload.rank): {"bytes": file.size},
@@ -95,8 +95,8 @@ def write(
     }
 
 
-def _write_tensor(file: disk.NewFile, tensor: Tensor) -> None:
-    step = AT_ONCE // tensor.dtype.itemsize if tensor.device.type != "cpu" else max(1, tensor.numel())
+def _write_tensor(file: disk.FileWriter, tensor: Tensor) -> None:
+    step = COPY_BYTES // tensor.dtype.itemsize if tensor.device.type != "cpu" else max(1, tensor.numel())
     for begin in range(0, tensor.numel(), step):
         file.write(bytes_of(tensor[begin : begin + step].detach().cpu().contiguous()))
 
@@ -125,54 +125,54 @@ class RankFile:
     def __init__(self, folder: Path, rank: int, files: Mapping[str, Any]) -> None:
         self.path, self.rank = folder / data_name(rank), rank
         self.verified = set[int]()
-        told_in = folder / json_name(rank)
+        described_in = folder / json_name(rank)
         try:
             rows = files[data_name(rank)], files[json_name(rank)]
-            told = json.loads(read_whole(told_in, rows[1]["crc32"]))
-            self.data = disk.OldFile(self.path, rows[0]["bytes"])
+            description = json.loads(read_whole(described_in, rows[1]["crc32"]))
+            self.data = disk.FileReader(self.path, rows[0]["bytes"])
             try:
-                self._take_in(told)
+                self._parse(description)
             except BaseException:
                 self.data.close()
                 raise
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            raise CheckpointError(f"{error.filename} is missing: rank {rank} has written it") from None
+            raise CheckpointError(f"{error.filename} is missing, but rank {rank} has written it") from None
         except OSError as error:
             raise CheckpointError(str(error)) from error
         except Exception as error:  # a damaged file can cause any exception in decoding
-            raise CheckpointError(f"{told_in} is damaged: {error!r}") from error
+            raise CheckpointError(f"{described_in} is damaged: {error!r}") from error
 
-    def _take_in(self, told: Mapping[str, Any]) -> None:
-        self.blocks: list[int] = told["blocks"]
+    def _parse(self, description: Mapping[str, Any]) -> None:
+        self.blocks: list[int] = description["blocks"]
         if len(self.blocks) != -(-self.data.size // disk.BLOCK):
-            raise ValueError(f"{len(self.blocks)} checksums of {self.data.size} bytes")
-        self.ranges = [self._range(key, *each) for key, each in told["tensors"].items()]
-        self.aside = [(DTYPES[code], shape, at) for code, shape, at in told["aside"]]
-        self.plain = decode(told["plain"], self._tensor_aside)
+            raise ValueError(f"it has {len(self.blocks)} checksums for {self.data.size} bytes")
+        self.ranges = [self._range(key, *each) for key, each in description["tensors"].items()]
+        self.plain_tensors = [(DTYPES[code], shape, at) for code, shape, at in description["aside"]]
+        self.plain = decode(description["plain"], self._plain_tensor)
         for name in ("numbers", "private", "shared"):
             if not isinstance(self.plain[name], dict):
                 raise TypeError(f"{name} is a {type(self.plain[name]).__name__}")
 
     def _range(self, key: str, code: str, shape: list[int], start: int, numel: int, at: int) -> Range:
-        self._refuse_outside(key, DTYPES[code], [*shape, start], numel, at)
+        self._check_bounds(key, DTYPES[code], [*shape, start], numel, at)
         return Range(self, key, DTYPES[code], tuple(shape), start, start + numel, at)
 
-    def _tensor_aside(self, number: int) -> Tensor:
-        dtype, shape, at = self.aside[number]
-        self._refuse_outside("a tensor among plain data", dtype, shape, prod(shape), at)
+    def _plain_tensor(self, number: int) -> Tensor:
+        dtype, shape, at = self.plain_tensors[number]
+        self._check_bounds("a tensor among plain data", dtype, shape, prod(shape), at)
         self.verify(at, at + prod(shape) * dtype.itemsize)
         return self.tensor_at(at, prod(shape), dtype).view(shape)
 
-    def _refuse_outside(
+    def _check_bounds(
         self, what: str, dtype: torch.dtype, counts: Sequence[int], numel: int, at: int
     ) -> None:
         """Raise ValueError unless all values are counts and the elements lie within the file."""
         if any(type(each) is not int or each < 0 for each in (*counts, numel, at)):
-            raise ValueError(f"{what} has {counts}, {numel} and {at}, which are not all counts")
+            raise ValueError(f"{what} has {counts}, {numel} and {at}, which are not all integers >= 0")
         if at + numel * dtype.itemsize > self.data.size:
-            raise ValueError(f"{what} would lie outside the file")
+            raise ValueError(f"{what} lies outside the file")
 
     def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Read `numel` elements at byte `at` of the file."""
@@ -189,8 +189,8 @@ class RankFile:
 
     def verify(self, begin: int, end: int) -> None:
         """Verify the checksums of the blocks with these bytes. Raises CheckpointError if one is wrong."""
-        there = range(begin // disk.BLOCK, -(-end // disk.BLOCK))
-        blocks = [block for block in there if block not in self.verified]
+        touched = range(begin // disk.BLOCK, -(-end // disk.BLOCK))
+        blocks = [block for block in touched if block not in self.verified]
         try:
             found = list(self.data.checksums(blocks))
         except OSError as error:
@@ -199,7 +199,7 @@ class RankFile:
             if checksum != self.blocks[block]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
-                    f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
+                    f"{min((block + 1) * disk.BLOCK, self.data.size)} does not match"
                 )
         self.verified.update(blocks)
 

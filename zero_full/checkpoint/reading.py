@@ -22,7 +22,7 @@ KINDS: dict[str, type] = {  # required types of plain data, by name
 }
 
 
-class OwnSource(Source):
+class NativeSource(Source):
     """A checkpoint in zero_full's own format. `folder.py` describes the files."""
 
     def __init__(self, folder: Path) -> None:
@@ -33,14 +33,14 @@ class OwnSource(Source):
         try:
             for rank in self.manifest["ranks"]:
                 self.files.append(RankFile(folder, int(rank), self.manifest["files"]))
-            self._take_in()
+            self._merge()
         except BaseException as error:
             self.close()
             if isinstance(error, Exception) and not isinstance(error, CheckpointError):
                 raise CheckpointError(f"{folder} is damaged: {error!r}") from error
             raise
 
-    def _take_in(self) -> None:
+    def _merge(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
         self.numbers, self.shared = {}, {}
         for file in self.files:
@@ -91,10 +91,10 @@ class OwnSource(Source):
             file.close()
 
 
-def _check_kinds(told: Mapping[str, Any]) -> None:
-    wrong = [name for name, kind in KINDS.items() if not isinstance(told.get(name, kind()), kind)]
-    if wrong or not all(isinstance(group, dict) for group in told.get("groups", ())):
-        raise ValueError(f"{listed(wrong or ['groups'])} of another kind")
+def _check_kinds(values: Mapping[str, Any]) -> None:
+    wrong = [name for name, kind in KINDS.items() if not isinstance(values.get(name, kind()), kind)]
+    if wrong or not all(isinstance(group, dict) for group in values.get("groups", ())):
+        raise ValueError(f"the type of {listed(wrong or ['groups'])} is wrong")
 
 
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
@@ -104,13 +104,13 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     tensor = StoredTensor(first.shape, first.dtype, tuple((each.start, each.stop) for each in ranges))
     ends = ranges[0].start == 0 and ranges[-1].stop == tensor.numel
     if not ends or any(one.stop != other.start for one, other in pairwise(ranges)):
-        raise CheckpointError(f"{path}: {key} is not all there: the files have elements {tensor.pieces}")
+        raise CheckpointError(f"{path}: {key} is incomplete: the files have elements {tensor.pieces}")
     if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in ranges):
-        raise CheckpointError(f"{path}: {key} has another shape or type in {ranges[-1].file.path}")
+        raise CheckpointError(f"{path}: {key} has another shape or dtype in {ranges[-1].file.path}")
     return tensor
 
 
-def _is_own(directory: Path, tag: str) -> bool:
+def _is_native(directory: Path, tag: str) -> bool:
     """Return whether a complete checkpoint of zero_full with this tag exists, also while it is replaced."""
     try:
         return (folder_of(directory, tag) / MANIFEST).exists()
@@ -126,14 +126,14 @@ def holds_latest(directory: Path) -> bool:
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """Open the checkpoint with this tag, or the latest, or the one that `directory` itself is."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no folder, or is not there")
+        raise CheckpointError(f"{directory} does not exist or is not a folder")
     wanted = latest_tag(directory) if tag is None else tag
     if wanted is None and (directory / MANIFEST).exists():
-        return OwnSource(directory)
-    if wanted is None or not _is_own(directory, wanted):
+        return NativeSource(directory)
+    if wanted is None or not _is_native(directory, wanted):
         foreign = open_deepspeed(directory, tag)
         if foreign is not None:
             return foreign
     if wanted is None:
-        raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
-    return OwnSource(folder_of(directory, wanted))
+        raise CheckpointError(f"{directory} has no file `latest`. Pass a tag, or the checkpoint's own folder")
+    return NativeSource(folder_of(directory, wanted))

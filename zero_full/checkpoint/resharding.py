@@ -1,153 +1,71 @@
-"""Reshard stored tensors to this rank's ranges: torch.distributed.checkpoint computes the overlaps.
+"""Reshard a checkpoint: read this rank's ranges of the model's tensors from the ranges that were stored.
 
-Every rank plans alone (`no_dist`), so the cost does not concentrate on one rank at large world sizes.
+Every rank reads only what it needs, so that the cost does not concentrate on one rank at large world sizes.
 """
 
-import io
-import warnings
-from collections.abc import Mapping, Sequence
-from os import PathLike
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from zero_full.checkpoint.source import Source
-from zero_full.errors import CheckpointError
-from zero_full.shard.contents.state import Chunk
+from zero_full.shard.contents.state import Chunk, entry_of, state_key
 
 
-class SourceReader(StorageReader):
-    """Storage reader for any `Source`: `dcp.load(state, storage_reader=SourceReader(source))`.
+class SourceValues:
+    """A `Source` as `Values`, under the model's keys.
 
-    It presents every tensor as one-dimensional.
+    The model may know a tied parameter by another name than the source. `source_keys` must be complete before
+    the first use of the other members.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.source_keys: dict[str, str] = {}  # key in the model -> key in the source, of each tensor
 
-    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Do nothing, as a reader serves one source."""
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        """Yield the key in the model and the key in the source of each optimizer state entry."""
+        reverse: dict[str, list[str]] = {}
+        for key, stored in self.source_keys.items():
+            reverse.setdefault(stored, []).append(key)
+        for stored in self.source.tensors:
+            if found := entry_of(stored):
+                for key in reverse.get(found[0], ()):
+                    yield state_key(key, found[1]), stored
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the tensors of the source and their stored ranges."""
-        told: dict[str, Any] = {}
-        for key, tensor in self.source.tensors.items():
-            pieces = [
-                ChunkStorageMetadata(torch.Size((start,)), torch.Size((stop - start,)))
-                for start, stop in tensor.pieces
-            ]
-            size = torch.Size((tensor.numel,))
-            told[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), size, pieces)
-        return Metadata(told)
+    @cached_property
+    def all_keys(self) -> dict[str, str]:
+        """Keys in the source of all readable tensors, by key in the model."""
+        return {**self.source_keys, **dict(self._entries())}
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: the source is open already."""
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor, by key in the model."""
+        return {key: self.source.tensors[stored].shape for key, stored in self.all_keys.items()}
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Stored dtype of each tensor, by key in the model."""
+        return {key: self.source.tensors[stored].dtype for key, stored in self.all_keys.items()}
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
+    @cached_property
+    def numbers(self) -> Mapping[str, Mapping[str, Any]]:
+        """Optimizer state per whole parameter, such as `step`, by key in the model."""
+        return {key: self.source.numbers.get(stored, {}) for key, stored in self.source_keys.items()}
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned ranges, one at a time."""
-        for item in plan.items:
-            offset = item.storage_index.offset
-            assert offset is not None
-            start = offset[0] + item.storage_offsets[0]
-            target = planner.resolve_tensor(item).detach()
-            self.source.read_into(item.storage_index.fqn, start, target)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Verify the stored data of these chunks. Raises CheckpointError if some are missing or damaged."""
+        for chunk in chunks:
+            stored = self.all_keys[chunk.key]
+            assert prod(chunk.shape) == self.source.tensors[stored].numel, chunk
+            for start, stop in self.source.parts(stored, chunk.start, chunk.stop):
+                self.source.verify(stored, start, stop)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Return False: a source is passed as an object, not found by an id."""
-        return False
-
-
-class ChunkPlanner(LoadPlanner):
-    """Load planner for the chunks of one rank."""
-
-    def __init__(self, chunks: Mapping[str, Chunk]) -> None:
-        self.chunks = chunks
-        self.metadata: Metadata | None = None
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Keep the metadata of the stored tensors."""
-        self.metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return the stored ranges to read for each chunk."""
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for chunk in self.chunks.values():
-            stored = self.metadata.state_dict_metadata[chunk.key]
-            assert isinstance(stored, TensorStorageMetadata)
-            mine = ChunkStorageMetadata(torch.Size((chunk.start,)), torch.Size((chunk.values.numel(),)))
-            items += create_read_items_for_chunk_list(chunk.key, stored, [mine])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise, as a source holds tensors only."""
-        raise AssertionError(read_item)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the part of a chunk that an item is read into."""
-        chunk = self.chunks[read_item.dest_index.fqn]
-        return chunk.values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the data were read directly into the chunk."""
-
-
-def fill(source: Source, chunks: Sequence[Chunk]) -> None:
-    """Read every chunk, converted to its dtype. Several chunks may be of the same tensor."""
-    wanted, others = dict[str, Chunk](), list[Chunk]()
-    for chunk in chunks:
-        if chunk.values.numel():
-            others.append(chunk) if chunk.key in wanted else wanted.update({chunk.key: chunk})
-    if not wanted:
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            load(
-                dict.fromkeys(wanted),
-                storage_reader=SourceReader(source),
-                planner=ChunkPlanner(wanted),
-                no_dist=True,
-            )
-        except CheckpointException as error:  # a BaseException, but no Exception
-            reason, _ = next(iter(error.failures.values()))
-            raise CheckpointError(str(reason) or type(reason).__name__) from error
-    fill(source, others)
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Read the values of the chunks, converted to their dtypes."""
+        for chunk in chunks:
+            stored, values = self.all_keys[chunk.key], chunk.values.detach()
+            for start, stop in self.source.parts(stored, chunk.start, chunk.stop):
+                self.source.read_into(stored, start, values[start - chunk.start : stop - chunk.start])

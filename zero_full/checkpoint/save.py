@@ -3,7 +3,7 @@
 [Note: a save] The ranks synchronize four times: to check that their arguments agree, before writing, when
 their files are on the disk, and when the checkpoint is published. A failure of one rank ends the save on all
 ranks, and earlier checkpoints stay unchanged. An asynchronous save returns after the second synchronization:
-see [Note: beside the training] in `background.py`.
+see [Note: asynchronous saves] in `async_save.py`.
 """
 
 import secrets
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import clean_name
-from zero_full.checkpoint import disk, randomness
-from zero_full.checkpoint.background import background_of
+from zero_full.checkpoint import disk
+from zero_full.checkpoint.async_save import async_saves_of
+from zero_full.checkpoint.checkpoint_save import CheckpointSave, SaveOptions
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.folder import check_tag, refuse_strange
-from zero_full.checkpoint.one_save import CheckpointSave, SaveOptions
+from zero_full.checkpoint.folder import check_replaceable, check_tag
 from zero_full.checkpoint.rank_file import payload_of
+from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
@@ -64,13 +65,13 @@ def save_checkpoint(
     A failure raises CheckpointError on every rank, and earlier checkpoints stay unchanged. An asynchronous
     save raises it from the next step, save or load, or from `wait_for_checkpoint`.
     """
-    background = background_of(optimizer)
-    background.wait()
+    saves = async_saves_of(optimizer)
+    saves.wait()
     attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
-    told, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
-    save = prepare(attempt, module, optimizer, place, told, options)
+    added, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
+    save = prepare(attempt, module, optimizer, place, added, options)
     if options.asynchronous:
-        background.begin(save, longest_timeout(optimizer.groups.everyone))
+        saves.begin(save, longest_timeout(optimizer.groups.everyone))
     else:
         finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag
@@ -78,10 +79,8 @@ def save_checkpoint(
 
 def finish(save: CheckpointSave, attempt: Attempt) -> None:
     """Write this rank's files, wait for the other ranks, and publish. See [Note: a save]."""
-    rows: dict[str, Any] = {}
     try:
-        attempt(lambda: rows.update(save.write()))
-        everyones = attempt.agree(rows)
+        everyones = attempt.agree(attempt(save.write))
         if save.is_first:
             attempt(partial(save.commit, everyones))
         attempt.agree()
@@ -95,59 +94,60 @@ def prepare(
     module: nn.Module,
     optimizer: ZeroOptimizer,
     place: tuple[Path, str],
-    told: tuple[Mapping[str, Any], Extras],
+    added: tuple[Mapping[str, Any], Extras],
     options: SaveOptions,
 ) -> CheckpointSave:
     """Collect what this rank saves, check that all ranks agree, and create the partial folder.
 
     place  (directory, tag)
-    told   (client_state, extras)
+    added  (client_state, extras)
     """
-    (directory, tag), (client_state, extras) = place, told
-    taken: list[Taken] = []
+    (directory, tag), (client_state, extras) = place, added
     optimizer.finish_update()
 
-    def take() -> None:
-        _check(tag, options)
+    def collect() -> SaveContents:
+        _check_options(tag, options)
         optimizer.check_between_steps("save_checkpoint")
         optimizer.catch_up()
-        taken.append(Taken(module, optimizer, options.exclude_frozen_parameters))
+        return SaveContents(module, optimizer, options.exclude_frozen_parameters)
 
-    attempt(take)
-    buffers = taken[0].buffers() if taken else {}
+    contents = attempt(collect)
+    buffers = {} if contents is None else contents.buffers()
     same = {"directory": str(directory), "tag": tag, **asdict(options)}
     digests = {key: digest(chunk.values) for key, chunk in buffers.items()}
     everyones = attempt.agree({"same": same, "nonce": secrets.token_hex(4), "buffers": digests})
-    _refuse_others({rank: told["same"] for rank, told in everyones.items()})
+    _check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
     is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
-    firsts = {k: v for _, told in sorted(everyones.items(), reverse=True) for k, v in told["buffers"].items()}
+    firsts = {k: v for _, each in sorted(everyones.items(), reverse=True) for k, v in each["buffers"].items()}
     own = {key: chunk.values for key, chunk in buffers.items() if firsts[key] != digests[key]}
-    private = {"random": randomness.states(), "buffers": own}
-    made: list[CheckpointSave] = []
+    private = {"random": rng_states(), "buffers": own}
 
-    def make() -> None:
+    def make() -> CheckpointSave:
+        assert contents is not None  # else `agree` has raised
         private["kept"] = {name: each.state_dict() for name, each in extras.kept.items()}
-        shared = taken[0].shared(extras, client_state) if is_first else {}
+        shared = contents.shared(extras, client_state) if is_first else {}
         numbers = optimizer.contents.numbers(every=False)
         plain = {"numbers": numbers, "private": private, "shared": shared}
-        payload = payload_of(this_rank(), taken[0].shares(), plain)
+        payload = payload_of(this_rank(), contents.shares(), plain)
         if options.asynchronous:
-            payload = background_of(optimizer).room.copy(payload)
+            payload = async_saves_of(optimizer).staging.copy(payload)
         about = about_of(module, optimizer, len(everyones), extras.counters)
-        made.append(CheckpointSave(directory, tag, nonce, payload, about, tuple(everyones), options))
+        save = CheckpointSave(directory, tag, nonce, payload, about, tuple(everyones), options)
         if is_first:
             disk.make_folders(directory)
-            refuse_strange(directory, tag, about["model"])
-            disk.make_folder(made[0].folder)
+            check_replaceable(directory, tag, about["model"])
+            disk.make_folder(save.folder)
+        return save
 
-    attempt(make)
+    save = attempt(make)
     try:
         attempt.agree()
     except BaseException:
-        for save in made:
+        if save is not None:
             save.discard()
         raise
-    return made[0]
+    assert save is not None
+    return save
 
 
 def about_of(
@@ -176,10 +176,10 @@ def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
     ]
 
 
-def _check(tag: str, options: SaveOptions) -> None:
+def _check_options(tag: str, options: SaveOptions) -> None:
     check_tag(tag)
     if options.keep_last is not None and options.keep_last < 1:
-        raise CheckpointError(f"keep_last is {options.keep_last}: at least this one must be kept")
+        raise CheckpointError(f"keep_last is {options.keep_last}, but must be at least 1")
 
 
 def share_of(chunk: Chunk) -> Chunk:
@@ -192,22 +192,22 @@ def share_of(chunk: Chunk) -> Chunk:
     return chunk if chunk.holder[0] == 0 else replace(chunk, values=chunk.values[:0])
 
 
-def _refuse_others(same: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_same_arguments(same: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise CheckpointError if the arguments of the save differ between ranks."""
     for key in next(iter(same.values())):
         by_value: dict[Any, list[int]] = {}
-        for rank, told in same.items():
-            by_value.setdefault(told[key], []).append(rank)
+        for rank, arguments in same.items():
+            by_value.setdefault(arguments[key], []).append(rank)
         if len(by_value) > 1:
             each = "; ".join(f"{value!r} on {ranks_listed(ranks)}" for value, ranks in by_value.items())
             raise CheckpointError(
-                f"ranks would save with another {key}: {each}. Every rank must save the same (a time of day "
-                "in a name is another one on each rank)"
+                f"{key} differs between ranks: {each}. Every rank must pass the same arguments (the time of "
+                "day, in a name, differs between ranks)"
             )
 
 
-class Taken:
-    """This rank's saveable state, between two steps."""
+class SaveContents:
+    """This rank's state to save, between two steps."""
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, exclude_frozen: bool) -> None:
         self.optimizer = optimizer
@@ -220,7 +220,7 @@ class Taken:
         for name, value in self.named.items():
             if isinstance(value, Tensor):
                 first.setdefault(value, name)
-        self._refuse_gone(module)
+        self._check_parameters(module)
         self.first = first
         contents = optimizer.contents
         whole = contents.whole({name: tensor for tensor, name in first.items()})
@@ -228,15 +228,15 @@ class Taken:
         self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
         self.own = [*contents.own(this_rank()), *contents.cut_state()]
 
-    def _refuse_gone(self, module: nn.Module) -> None:
+    def _check_parameters(self, module: nn.Module) -> None:
         """Raise CheckpointError if the module has replaced a trained parameter by another one."""
         own = set(module.parameters())
         for param, (_, member) in self.optimizer.parts.places.items():
             shown = self.named.get(member.name)
             if param not in own and isinstance(shown, Tensor) and shown in own:
                 raise CheckpointError(
-                    f"{member.name} is another parameter now than at initialize (tied, or replaced), so two "
-                    "would be saved under one name: tie weights and replace modules before initialize"
+                    f"{member.name} is not the parameter that it was at initialize: it was tied or replaced. "
+                    "Two would be saved under one name. Tie weights and replace modules before initialize"
                 )
 
     def buffers(self) -> dict[str, Chunk]:

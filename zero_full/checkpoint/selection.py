@@ -43,14 +43,16 @@ def select(module: nn.Module, names: Renaming | None = None) -> Selection:
         if renamed is None:
             continue
         if renamed in origin:
-            raise ValueError(f"names gives {origin[renamed]} and {name} the same name in the file, {renamed}")
+            raise ValueError(
+                f"names maps {origin[renamed]} and {name} to the same name in the file, {renamed}"
+            )
         origin[renamed] = name
         place = selection.tensors if isinstance(value, Tensor) else selection.others
         place[renamed] = value
     return selection
 
 
-def refuse_parts(optimizer: ZeroOptimizer) -> None:
+def check_unique_names(optimizer: ZeroOptimizer) -> None:
     """Raise ValueError if ranks have different parameters of the same name, which one file cannot hold.
 
     Raises RuntimeError during local steps of 0/1 Adam, and after an interrupted step.
@@ -59,6 +61,6 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
         raise ValueError(
-            "with experts or tensor-parallel layers, parameters of the same name differ between ranks: use "
+            "with experts or tensor-parallel layers, parameters of the same name differ between ranks. Use "
             "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
         )

@@ -7,10 +7,10 @@ pickle, which describes the tensors.
 import zipfile
 import zlib
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_full.errors import CheckpointError
 from zero_full.nested import Leaf
 
-REMEDY = "copy it again from where it was written, or load another tag"
+REMEDY = "Copy it again from where it was written, or load another tag"
 CHUNK = 1 << 24  # bytes per read while a checksum is computed
 HEADER = 30  # bytes of a zip member's header before its name
 
@@ -37,19 +37,19 @@ class TorchArchive:
                 self.size = file.seek(0, 2)
                 infos = archive.infolist()
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist: {REMEDY}") from None
+            raise CheckpointError(f"{path} does not exist. {REMEDY}") from None
         except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is cut off, or torch.save has not written it since torch 1.6 ({error}): {REMEDY}"
+                f"{path} is truncated, or not a file of torch.save since torch 1.6 ({error}). {REMEDY}"
             ) from error
         pickles = [info.filename for info in infos if info.filename.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise CheckpointError(f"{path} is a zip file, but none that torch.save has written")
+            raise CheckpointError(f"{path} is a zip file, but not one of torch.save")
         root = pickles[0].removesuffix("data.pkl")
         self.members = {info.filename.removeprefix(root): info for info in infos}
         if "byteorder" in self.members and self.bytes_of("byteorder") != b"little":
             raise CheckpointError(
-                f"{path} was written by a machine of another byte order: it cannot be read here"
+                f"{path} was written by a machine of another byte order and cannot be read on this one"
             )
 
     @property
@@ -62,12 +62,12 @@ class TorchArchive:
         """Return the size of a member in bytes. Raises CheckpointError if it is missing or incomplete."""
         info = self.members.get(member)
         if info is None:
-            raise CheckpointError(f"{self.path} lacks {member!r}, which its pickle names: {REMEDY}")
+            raise CheckpointError(f"{self.path} lacks {member!r}, which its pickle names. {REMEDY}")
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.header_offset + HEADER + info.file_size > self.size
         ):
-            raise CheckpointError(f"{self.path}: {member!r} is damaged: {REMEDY}")
+            raise CheckpointError(f"{self.path}: {member!r} is damaged. {REMEDY}")
         return info.file_size
 
     def bytes_of(self, member: str) -> bytes:
@@ -77,12 +77,17 @@ class TorchArchive:
 
     def read(self, member: str, start: int, stop: int) -> bytearray:
         """Read the bytes from `start` up to `stop` of a member."""
-        content = bytearray(stop - start)
+        info, content, header = self.members[member], bytearray(stop - start), bytearray(HEADER)
         try:
-            with self._at(member, start) as file:
-                _fill(file, memoryview(content))
+            with self.path.open("rb") as file:
+                file.seek(info.header_offset)
+                _fill(file, header)
+                # The member's own header says where its data begin.
+                names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+                file.seek(info.header_offset + HEADER + names + start)
+                _fill(file, content)
         except (OSError, EOFError) as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}: {REMEDY}") from error
+            raise CheckpointError(f"{self.path} cannot be read: {error}. {REMEDY}") from error
         return content
 
     def confirm(self) -> None:
@@ -91,9 +96,9 @@ class TorchArchive:
             try:
                 size = self.path.stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read: {error}: {REMEDY}") from error
+                raise CheckpointError(f"{self.path} cannot be read: {error}. {REMEDY}") from error
             if size != self.size:
-                raise CheckpointError(f"{self.path} has changed since it was opened: load again")
+                raise CheckpointError(f"{self.path} has changed since it was opened. Load again")
             self._is_confirmed = True
 
     def check(self, member: str) -> None:
@@ -105,32 +110,13 @@ class TorchArchive:
         for start in range(0, size, CHUNK):
             found = zlib.crc32(self.read(member, start, min(start + CHUNK, size)), found)
         if expected and found != expected:
-            raise CheckpointError(f"{self.path}: {member!r} is not what was written: {REMEDY}")
+            raise CheckpointError(f"{self.path}: the checksum of {member!r} does not match. {REMEDY}")
         self._checked.add(member)
 
-    def _at(self, member: str, start: int) -> BinaryIO:
-        """Open the file at byte `start` of a member. The member's own header says where its data begin."""
-        info = self.members[member]
-        file: BinaryIO = self.path.open("rb", buffering=0)
-        header = bytearray(HEADER)
-        file.seek(info.header_offset)
-        try:
-            _fill(file, memoryview(header))
-        except EOFError:
-            file.close()
-            raise
-        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        file.seek(info.header_offset + HEADER + names + start)
-        return file
 
-
-def _fill(file: BinaryIO, content: memoryview) -> None:
-    """Read until `content` is full, as a single call may return fewer bytes."""
-    while content:
-        count = file.readinto(content)  # type: ignore[attr-defined]
-        if not count:
-            raise EOFError("it ends too early")
-        content = content[count:]
+def _fill(file: BufferedReader, content: bytearray) -> None:
+    if file.readinto(content) < len(content):
+        raise EOFError("it ends too early")
 
 
 @dataclass(frozen=True)
@@ -175,12 +161,7 @@ class SavedTensor(Leaf):
 
     @property
     def _is_contiguous(self) -> bool:
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != expected:
-                return False
-            expected *= size
-        return True
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def read(self, start: int, stop: int) -> Tensor:
         """Read a range of the flattened tensor. A tensor that is not contiguous is read as a whole."""

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_full._compat import REBUILD_PARAMETER, REBUILD_TENSOR, REBUILD_WITH_ATTRIBUTES
+from zero_full.checkpoint.safetensors_writer import CODES
 from zero_full.checkpoint.torch_file import REMEDY, SavedTensor, TorchArchive
 from zero_full.errors import CheckpointError
 from zero_full.formatting import shown
 
 
-class Inert:
+class _Inert:
     """Base of the classes that a pickle may name.
 
     A pickle can try to set attributes of any class that it names and any object that it makes. It calls
@@ -41,13 +42,13 @@ class Inert:
 # Objects of DeepSpeed ------------------------------------------------------------------------------
 
 
-class SavedObject(Inert):
+class SavedObject(_Inert):
     """The saved attributes of a DeepSpeed object. The subclass stands for the object's original class."""
 
     attributes: Mapping[str, Any]
 
     def __new__(cls) -> "SavedObject":
-        """Make the replacement, as the class describes."""
+        """Make an object without attributes. A pickle sets them afterwards."""
         made = super().__new__(cls)
         made.attributes = {}
         return made
@@ -66,18 +67,10 @@ class SavedDynamicScaler(SavedObject):
     """A dynamic loss scaler of DeepSpeed."""
 
 
-class SavedFragment(SavedObject):
-    """The location of a parameter fragment in a flat buffer."""
-
-
-class SavedSubParameters(SavedObject):
-    """The description of a parameter that consists of several, for tensor parallelism."""
-
-
 # Tensors -------------------------------------------------------------------------------------------
 
 
-class SavedStorage(NamedTuple):
+class _SavedStorage(NamedTuple):
     """A tensor storage: its member in the zip file and its declared dtype."""
 
     archive: TorchArchive
@@ -85,36 +78,33 @@ class SavedStorage(NamedTuple):
     dtype: torch.dtype
 
 
-class TensorMaker(Inert):
+class _TensorMaker(_Inert):
     """Stands for torch's rebuild function of a tensor: makes a `SavedTensor`, a view of a storage."""
 
     def __new__(cls, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
-        """Make the replacement, as the class describes."""
         more = list(rest[2:])  # after `requires_grad` and `backward_hooks`
         dtype = more.pop(0) if more and isinstance(more[0], torch.dtype) else None
-        if type(storage) is not SavedStorage or any(more):
+        if type(storage) is not _SavedStorage or any(more):
             raise UnpicklingError("a tensor of an unknown kind")
         return SavedTensor(
             storage.archive, storage.member, dtype or storage.dtype, tuple(size), tuple(stride), offset
         )
 
 
-class ParameterMaker(Inert):
+class _ParameterMaker(_Inert):
     """Stands for torch's rebuild function of a parameter: returns its tensor."""
 
     def __new__(cls, data: Any, *rest: Any) -> Any:
-        """Make the replacement, as the class describes."""
         if type(data) is not SavedTensor:
             raise UnpicklingError("a parameter that is no tensor")
         return data
 
 
-class AttributesMaker(Inert):
+class _AttributesMaker(_Inert):
     """Stands for torch's rebuild function of a tensor with attributes, which are dropped."""
 
     def __new__(cls, make: Any, kind: Any, args: Any, state: Any) -> Any:
-        """Make the replacement, as the class describes."""
-        if make not in (TensorMaker, ParameterMaker) or kind != TENSOR:
+        if make not in (_TensorMaker, _ParameterMaker) or kind != TENSOR:
             raise UnpicklingError("a tensor of an unknown class")
         return make(*args)
 
@@ -122,37 +112,33 @@ class AttributesMaker(Inert):
 # Bytes, counts, and numbers of numpy ----------------------------------------------------------------
 
 
-class CounterMaker(Inert):
+class _CounterMaker(_Inert):
     """Stands for `collections.Counter`, whose class a pickle could modify."""
 
     def __new__(cls, counts: dict[Any, int]) -> Any:
-        """Make the replacement, as the class describes."""
         return Counter(dict(counts))
 
 
-class NoBytes(Inert):
+class _NoBytes(_Inert):
     """Stands for `bytes`, which pickles call only for b""."""
 
     def __new__(cls) -> Any:
-        """Make the replacement, as the class describes."""
         return b""
 
 
-class TextBytes(Inert):
+class _TextBytes(_Inert):
     """Stands for `_codecs.encode`, by which old pickle protocols write bytes."""
 
     def __new__(cls, text: str, encoding: str) -> Any:
-        """Make the replacement, as the class describes."""
         return text.encode({"latin1": "latin-1"}[encoding])
 
 
-class NumpyType(Inert):
+class _NumpyType(_Inert):
     """Stands for `numpy.dtype`: the `struct` format of a number."""
 
     format: str
 
-    def __new__(cls, code: str, *rest: Any) -> "NumpyType":
-        """Make the replacement, as the class describes."""
+    def __new__(cls, code: str, *rest: Any) -> "_NumpyType":
         made = super().__new__(cls)
         made.format = NUMPY_FORMATS[code]
         return made
@@ -162,12 +148,11 @@ class NumpyType(Inert):
             raise UnpicklingError("a number of another byte order")
 
 
-class NumpyNumber(Inert):
+class _NumpyNumber(_Inert):
     """Stands for `numpy.core.multiarray.scalar`: returns a Python number."""
 
     def __new__(cls, kind: Any, content: bytes) -> Any:
-        """Make the replacement, as the class describes."""
-        if type(kind) is not NumpyType:
+        if type(kind) is not _NumpyType:
             raise UnpicklingError("a number of an unknown type")
         return struct.unpack(f"<{kind.format}", content)[0]
 
@@ -179,20 +164,6 @@ NUMPY_FORMATS = {
     **{"f2": "e", "f4": "f", "f8": "d", "b1": "?"},
     **{"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"},
 }
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-    ),
-    *(torch.bool, torch.complex64, torch.complex128),
-)
 STORAGES = {
     "Double": torch.float64,
     "Float": torch.float32,
@@ -209,29 +180,29 @@ STORAGES = {
 }
 ADMITTED: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
-    "collections.Counter": CounterMaker,
+    "collections.Counter": _CounterMaker,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
-    "builtins.bytes": NoBytes,
-    "_codecs.encode": TextBytes,
+    "builtins.bytes": _NoBytes,
+    "_codecs.encode": _TextBytes,
     "torch.Size": tuple,
     "torch.device": torch.device,
-    **{str(dtype): dtype for dtype in DTYPES},
+    **{str(dtype): dtype for dtype in (*CODES, torch.complex128)},
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
-    **dict.fromkeys(REBUILD_TENSOR, TensorMaker),
-    **dict.fromkeys(REBUILD_PARAMETER, ParameterMaker),
-    REBUILD_WITH_ATTRIBUTES: AttributesMaker,
+    **dict.fromkeys(REBUILD_TENSOR, _TensorMaker),
+    **dict.fromkeys(REBUILD_PARAMETER, _ParameterMaker),
+    REBUILD_WITH_ATTRIBUTES: _AttributesMaker,
     "torch.Tensor": TENSOR,
-    "numpy.dtype": NumpyType,
-    "numpy.core.multiarray.scalar": NumpyNumber,
-    "numpy._core.multiarray.scalar": NumpyNumber,
+    "numpy.dtype": _NumpyType,
+    "numpy.core.multiarray.scalar": _NumpyNumber,
+    "numpy._core.multiarray.scalar": _NumpyNumber,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": SavedStaticScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": SavedDynamicScaler,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
-    "deepspeed.utils.tensor_fragment.fragment_address": SavedFragment,
-    "deepspeed.runtime.bf16_optimizer.fragment_address": SavedFragment,  # its module in 2022
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SavedSubParameters,
+    "deepspeed.utils.tensor_fragment.fragment_address": SavedObject,
+    "deepspeed.runtime.bf16_optimizer.fragment_address": SavedObject,  # its module in 2022
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SavedObject,
 }
 
 
@@ -246,10 +217,10 @@ class _Restricted(pickle.Unpickler):
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full not in ADMITTED:
             raise CheckpointError(
-                f"{self.archive.path} holds {shown(full, str)}, which is no tensor, no plain container and "
-                "none of the classes that DeepSpeed saves. Nothing of the file is read: to make "
-                "such an object can run any code. If it is a part of your client_state, load the "
-                "checkpoint with what has written it, and save it without that part"
+                f"{self.archive.path} holds {shown(full, str)}. Only tensors, plain containers and classes "
+                "that DeepSpeed saves are read: creating other objects can run any code. If it is in your "
+                "client_state, load the checkpoint with the program that has written it, and save it without "
+                "the object"
             )
         return ADMITTED[full]
 
@@ -263,7 +234,7 @@ class _Restricted(pickle.Unpickler):
             or type(count) is not int
         ):
             raise UnpicklingError("a storage of an unknown kind")
-        storage = SavedStorage(self.archive, f"data/{key}", dtype)
+        storage = _SavedStorage(self.archive, f"data/{key}", dtype)
         if count * dtype.itemsize > self.archive.size_of(storage.member):
             raise UnpicklingError(f"storage {key} has fewer than {count} elements")
         return storage
@@ -280,4 +251,4 @@ def load_saved(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: its pickle is damaged ({shown(error, str)}): {REMEDY}") from error
+        raise CheckpointError(f"{path}: its pickle is damaged ({shown(error, str)}). {REMEDY}") from error

@@ -37,9 +37,9 @@ def _run(options: Namespace) -> int:
         max_shard_bytes = parse_size(options.max_shard_size)
     except ValueError as error:
         raise UsageError(f"--max-shard-size: {error}") from None
-    from zero_full.checkpoint import command
+    from zero_full.checkpoint import export_inspect
 
-    return command.export(options, max_shard_bytes)
+    return export_inspect.export(options, max_shard_bytes)
 
 
 COMMAND = Command(

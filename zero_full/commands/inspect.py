@@ -13,9 +13,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    from zero_full.checkpoint import command
+    from zero_full.checkpoint import export_inspect
 
-    return command.inspect(options)
+    return export_inspect.inspect(options)
 
 
 COMMAND = Command(

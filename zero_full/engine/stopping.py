@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.background import wait_for_checkpoint
+from zero_full.checkpoint.async_save import wait_for_checkpoint
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.folder import check_tag
 from zero_full.comm.topology import this_rank

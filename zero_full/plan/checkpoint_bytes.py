@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zero_full._compat import clean_name
-from zero_full.checkpoint.save import Taken, share_of
+from zero_full.checkpoint.save import SaveContents, share_of
 from zero_full.shard.contents.state import entry_of
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
-def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, expert_ranks: int) -> int:
+def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int) -> int:
     """Return the bytes saved by the rank with the most.
 
     `expert_ranks`: number of consecutive ranks that hold different experts, or 1.
@@ -37,7 +37,7 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, expert_ranks: int) -> in
     return own + max(total + _replicated(taken, place * across) for place, total in most.items())
 
 
-def _sizes(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
+def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
     """Return the saved bytes per element, values and state, of each parameter of each flat buffer.
 
     For a parameter without elements on the simulated rank, another one of its parameter group is used.
@@ -66,7 +66,7 @@ def _bytes_of(flat: FlatParameters, rank: int, sizes: Sequence[int]) -> int:
     return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
 
 
-def _replicated(taken: Taken, place: int) -> int:
+def _replicated(taken: SaveContents, place: int) -> int:
     """Return the bytes of replicated tensors that the replica with this index saves."""
     chunks = (replace(chunk, holder=(place, chunk.holder[1])) for chunk in taken.whole)
     return sum(share_of(chunk).values.nbytes for chunk in chunks)

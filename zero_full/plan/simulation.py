@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.assemble import Prepared, assemble
-from zero_full.checkpoint.save import Taken
+from zero_full.checkpoint.save import SaveContents
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.shared_memory import HALF, window_of
@@ -272,7 +272,7 @@ class Simulation:
         }
 
     def _saved(self) -> int:
-        taken = Taken(self.model, self.optimizer, exclude_frozen=False)
+        taken = SaveContents(self.model, self.optimizer, exclude_frozen=False)
         return saved_bytes(taken, self.optimizer, self.cluster.experts or 1)
 
     def _state_by_rank(self, is_offloaded: bool) -> dict[Communicator, list[int]]:

@@ -7,14 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, with_values
+from zero_full.checkpoint.deepspeed.saved_source import SavedSource, StoredRanges, with_values
 from zero_full.checkpoint.torch_file import SavedTensor
-from zero_full.checkpoint.unpickle import (
-    SavedDynamicScaler,
-    SavedObject,
-    SavedStaticScaler,
-    load_saved,
-)
+from zero_full.checkpoint.unpickle import SavedDynamicScaler, SavedStaticScaler, load_saved
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
@@ -22,22 +17,13 @@ Shapes = Mapping[str, tuple[int, ...]]  # parameter shapes by name, in the order
 
 UNNAMED = "(whose names DeepSpeed has not saved)"  # stands for frozen parameters that were left out
 # All other keys belong to client_state: DeepSpeed stores both in one dict.
-OWN_KEYS = frozenset(
-    (
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-        *(
-            "frozen_param_fragments",
-            "lr_scheduler",
-            "data_sampler",
-            "random_ltd",
-            "skipped_steps",
-            "global_steps",
-        ),
-        *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-        *("ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"),
-        *("folding", "sparse_tensor_module_names", "csr_tensor_module_names"),
-    )
-)
+OWN_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"),
+    *("folding", "sparse_tensor_module_names", "csr_tensor_module_names"),
+}
 
 
 @dataclass(frozen=True)
@@ -107,13 +93,13 @@ class ModelStates:
         """Return the training counters. DeepSpeed does not save `micro_steps`: compute it from the config."""
         names = ("global_steps", "global_samples", "skipped_steps")
         counters = {name: int(self.content[name]) for name in names if self.content.get(name) is not None}
-        each = _accumulated(self.config, world)
-        if each is not None and "global_steps" in counters:
-            counters["micro_steps"] = counters["global_steps"] * each
+        accumulated = _accumulation_steps(self.config, world)
+        if accumulated is not None and "global_steps" in counters:
+            counters["micro_steps"] = counters["global_steps"] * accumulated
         return counters
 
 
-def _accumulated(config: Mapping[str, Any], world: int) -> int | None:
+def _accumulation_steps(config: Mapping[str, Any], world: int) -> int | None:
     """Return the gradient accumulation steps by DeepSpeed's rule, or None if they cannot be computed."""
     given = config.get("gradient_accumulation_steps")
     whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
@@ -132,22 +118,18 @@ def model_states(path: Path) -> ModelStates:
     """
     content = load_saved(path)
     if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
-        raise CheckpointError(f"{path} is no file of model states that DeepSpeed has written")
+        raise CheckpointError(f"{path} is not a model state file of DeepSpeed")
     sizes = content.get("checkpoint_parallel_dimensions") or {}
     if content.get("mp_world_size", 1) != 1 or any(size != 1 for size in sizes.values()):
         raise CheckpointError(
-            f"{path}: the model was cut across ranks by tensor or pipeline parallelism. Only data-parallel "
-            "checkpoints are read: convert it with the tools of the framework that has cut it"
+            f"{path}: the model was sharded by tensor or pipeline parallelism, which is not supported. "
+            "Convert it with the tools of the framework that has sharded it"
         )
     if not isinstance(content["module"], Mapping):
-        raise CheckpointError(
-            f"{path} holds no module: pipeline parallelism saves layers, which are not read"
-        )
+        raise CheckpointError(f"{path} holds no module, but layers of pipeline parallelism")
     experts = content.get("num_experts") or []
     if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
-        raise CheckpointError(
-            f"{path} is of a model with experts, which are in files of their own and not read"
-        )
+        raise CheckpointError(f"{path} is of a model with experts, whose separate files are not supported")
     return ModelStates(path, content)
 
 
@@ -163,7 +145,7 @@ def add_untrained(source: SavedSource, models: list[ModelStates], stage: int) ->
     frozen = dict(_frozen_at_3(source, models) if stage == 3 else _frozen_before_3(source, first))
     for name, value in first.module.items():
         if isinstance(value, SavedTensor) and _is_buffer(first, name):
-            source.add(f"{BUFFERS}/{name}", Cuts.whole(value.shape), [value])
+            source.add(f"{BUFFERS}/{name}", StoredRanges.whole(value.shape), [value])
     source.shared["frozen"] = sorted(name for name, numel in frozen.items() if numel)
     if stage >= 2 and first.content.get("frozen_param_shapes", {}) is None:
         source.shared["excluded"] = [UNNAMED]
@@ -183,7 +165,7 @@ def _frozen_before_3(source: SavedSource, model: ModelStates) -> dict[str, int]:
         if not isinstance(value, SavedTensor) or known or _is_buffer(model, name):
             continue
         if name not in tied or not value.numel:  # DeepSpeed considers all empty tensors tied
-            source.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
+            source.add(f"{PARAMETERS}/{name}", StoredRanges.whole(value.shape), [value])
             frozen[name] = value.numel
     return frozen
 
@@ -194,11 +176,11 @@ def _frozen_at_3(source: SavedSource, models: list[ModelStates]) -> dict[str, in
         missing = [model.path.name for model in models if name not in model.fragments]
         if missing:
             raise CheckpointError(
-                f"{source.path / missing[0]} lacks its part of {name}: files of different runs"
+                f"{source.path / missing[0]} lacks its shard of {name}: the files are of different runs"
             )
         parts = [model.fragments[name] for model in models]
         sizes[name] = prod(shape)
-        source.add(f"{PARAMETERS}/{name}", Cuts.even(shape, len(parts), 0), parts)
+        source.add(f"{PARAMETERS}/{name}", StoredRanges.even(shape, len(parts), 0), parts)
     return sizes
 
 
@@ -212,18 +194,15 @@ def _add_aliases(source: SavedSource, model: ModelStates) -> None:
 # The loss scale ------------------------------------------------------------------------------------
 
 
-def scaler_state(saved: object) -> dict[str, Any] | None:
-    """Convert DeepSpeed's loss scaler to the state of `precision.scaler`; None if it has no counterpart."""
-    if not isinstance(saved, SavedObject):
-        return None
-    of = saved.attributes
+def add_scaler(source: SavedSource, saved: object) -> None:
+    """Add DeepSpeed's loss scaler as the state of `precision.scaler`, if it has a counterpart there."""
     if isinstance(saved, SavedStaticScaler):
-        return {"scale": float(of["cur_scale"])}
-    if not isinstance(saved, SavedDynamicScaler) or of["scale_factor"] != 2:
-        return None
-    return dynamic_scale(
-        of, of["min_scale"], of["delayed_shift"], of["cur_hysteresis"], of["consecutive_hysteresis"]
-    )
+        source.shared["scaler"] = {"scale": float(saved.attributes["cur_scale"])}
+    elif isinstance(saved, SavedDynamicScaler) and saved.attributes["scale_factor"] == 2:
+        of = saved.attributes
+        source.shared["scaler"] = dynamic_scale(
+            of, of["min_scale"], of["delayed_shift"], of["cur_hysteresis"], of["consecutive_hysteresis"]
+        )
 
 
 def dynamic_scale(

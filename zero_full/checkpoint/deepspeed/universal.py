@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, scaler_state
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, members_of, numbers_of, options_of
-from zero_full.checkpoint.files import is_plain
+from zero_full.checkpoint.deepspeed.model import ModelStates, add_scaler, add_untrained
+from zero_full.checkpoint.deepspeed.saved_source import SavedSource, StoredRanges, numbers_of
+from zero_full.checkpoint.safetensors_writer import is_file_name
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
 from zero_full.errors import CheckpointError
@@ -33,21 +33,18 @@ class UniversalSource(SavedSource):
         stage = int(self.common.get("zero_stage", 1))
         groups = models[0].trained
         if groups is None:
-            raise CheckpointError(f"{models[0].path} does not say which parameters there are")
+            raise CheckpointError(f"{models[0].path} does not name the trained parameters (param_shapes)")
         self.shared = models[0].shared(stage, models[0].world)
-        self.shared["groups"] = options_of(self.common["param_groups"])
-        self.shared["members"] = members_of(self.common["param_groups"], groups)
-        self._refuse_mixed_up(stage, groups)
+        self.add_groups(self.common["param_groups"], groups)
+        self._check_round_robin(stage, groups)
         for group, named in enumerate(groups):
             common = self._numbers(stage, group)
             for name, shape in named.items():
                 self._add_parameter(name, shape, common)
         add_untrained(self, models, stage)
-        scaler = scaler_state(self.common.get("loss_scaler"))
-        if scaler is not None:
-            self.shared["scaler"] = scaler
+        add_scaler(self, self.common.get("loss_scaler"))
 
-    def _refuse_mixed_up(self, stage: int, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
+    def _check_round_robin(self, stage: int, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
         """Raise CheckpointError if DeepSpeed's converter has mixed up parameters.
 
         `round_robin_gradients` changes the parameters' order in the flat buffer. The converter ignores that,
@@ -61,7 +58,7 @@ class UniversalSource(SavedSource):
             if model.world > 1 and len(named) > model.world and not any(padding):
                 raise CheckpointError(
                     f"{self.path} was converted from a run with round_robin_gradients, whose parameters "
-                    "DeepSpeed's converter mixes up. Load what it was made of, which is read correctly"
+                    "DeepSpeed's converter mixes up. Load the original checkpoint, which is read correctly"
                 )
 
     def _numbers(self, stage: int, group: int) -> dict[str, Any]:
@@ -75,10 +72,10 @@ class UniversalSource(SavedSource):
 
     def _add_parameter(self, name: str, shape: tuple[int, ...], numbers: dict[str, Any]) -> None:
         folder = self.path / "zero" / name
-        if not is_plain(name) or not (folder / "fp32.pt").is_file():
+        if not is_file_name(name) or not (folder / "fp32.pt").is_file():
             raise CheckpointError(
                 f"{folder / 'fp32.pt'} does not exist: the conversion was interrupted, or is an old one. "
-                "Convert again, or load what it was made of"
+                "Convert again, or load the original checkpoint"
             )
         found = {path.stem: load_saved(path) for path in sorted(folder.glob("*.pt"))}
         if STEP in found:
@@ -86,7 +83,7 @@ class UniversalSource(SavedSource):
         for entry, content in found.items():
             values = self._values(folder / f"{entry}.pt", content, shape)
             key = f"{PARAMETERS}/{name}" if entry == "fp32" else f"{STATE}/{entry}/{name}"
-            self.add(key, Cuts.whole(shape), [values])
+            self.add(key, StoredRanges.whole(shape), [values])
         if numbers and len(found) > 1:
             self.numbers[f"{PARAMETERS}/{name}"] = dict(numbers)
 
@@ -96,12 +93,13 @@ class UniversalSource(SavedSource):
         unknown = merged.keys() - {"param", "cat_dim"}
         if unknown or merged.get("cat_dim", 0) != 0:
             raise CheckpointError(
-                f"{path} was merged from tensor-parallel ranks or of experts, as it has "
-                f"{', '.join(sorted(unknown)) or 'a cat_dim'}: only what was whole on each rank is read"
+                f"{path} was merged from tensor-parallel ranks or experts, as it has "
+                f"{', '.join(sorted(unknown)) or 'a cat_dim'}. Only tensors that were whole on each rank are "
+                "supported"
             )
         values = merged["param"]
         if not isinstance(values, SavedTensor) or values.numel != prod(shape):
             raise CheckpointError(
-                f"{path} is no tensor of shape {shape}, which {self.models[0].path.name} asks for"
+                f"{path} is not a tensor of shape {shape}, as {self.models[0].path.name} requires"
             )
         return values

@@ -18,16 +18,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.deepspeed.model import ModelStates, Shapes, add_untrained, scaler_state
-from zero_full.checkpoint.deepspeed.ranges import (
-    Cuts,
+from zero_full.checkpoint.deepspeed.model import ModelStates, Shapes, add_scaler, add_untrained
+from zero_full.checkpoint.deepspeed.saved_source import (
     SavedSource,
+    StoredRanges,
     even_share,
-    members_of,
     numbers_of,
-    options_of,
+    python_values,
     states_of,
-    told,
 )
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
@@ -53,7 +51,7 @@ class RankStates:
         count = self.content["partition_count"]
         counts = set(count) if isinstance(count, list) else {count}
         if len(counts) != 1:
-            raise CheckpointError(f"{self.path} is of a model with experts, which are not read")
+            raise CheckpointError(f"{self.path} is of a model with experts, which are not supported")
         return int(counts.pop())
 
     @property
@@ -98,9 +96,9 @@ def rank_states(path: Path) -> RankStates:
     content = load_saved(path)
     states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
     if not isinstance(states, Mapping) or "partition_count" not in states:
-        raise CheckpointError(f"{path} is no file of optimizer states that ZeRO has written")
+        raise CheckpointError(f"{path} is not an optimizer state file of DeepSpeed's ZeRO")
     if states.get("ds_zero_partition_groups"):
-        raise CheckpointError(f"{path} is of a model with experts, which are not read")
+        raise CheckpointError(f"{path} is of a model with experts, which are not supported")
     return RankStates(path, states)
 
 
@@ -111,12 +109,11 @@ class ZeroSource(SavedSource):
         first = ranks[0]
         super().__init__(path, f"DeepSpeed, stage {first.stage}")
         self.models, self.ranks = models, ranks
-        self._refuse_mixed()
+        self._check_same_save()
         shapes = models[0].trained
         if shapes is None or len(shapes) != len(first.masters):
             raise CheckpointError(
-                f"{models[0].path} and {first.path.name} do not have the same groups: they are "
-                "of different saves"
+                f"{models[0].path} and {first.path.name} have different groups: they are of different saves"
             )
         self.shared = models[0].shared(first.stage, len(ranks))
         for group, named in enumerate(shapes):
@@ -125,25 +122,22 @@ class ZeroSource(SavedSource):
         base = first.base
         # An elastic checkpoint has no options, so the current ones stay.
         groups = [{"params": [0]} for _ in shapes] if isinstance(base, list) else base["param_groups"]
-        self.shared["groups"] = options_of(groups)
-        self.shared["members"] = members_of(groups, shapes)
-        scaler = scaler_state(first.content.get("loss_scaler"))
-        if scaler is not None:
-            self.shared["scaler"] = scaler
+        self.add_groups(groups, shapes)
+        add_scaler(self, first.content.get("loss_scaler"))
 
-    def _refuse_mixed(self) -> None:
+    def _check_same_save(self) -> None:
         """Raise CheckpointError if the ranks' files are of different runs or steps."""
         first = self.ranks[0]
         for other in self.ranks[1:]:
             if other.stage != first.stage or len(other.masters) != len(first.masters):
                 raise CheckpointError(f"{other.path} and {first.path.name} are of different runs")
             for group, (theirs, ours) in enumerate(zip(other.states, first.states, strict=True)):
-                steps = told(numbers_of(theirs)), told(numbers_of(ours))
+                steps = python_values(numbers_of(theirs)), python_values(numbers_of(ours))
                 if steps[0] != steps[1] or other.moments(group).keys() != first.moments(group).keys():
                     raise CheckpointError(
                         f"{other.path} has {steps[0] or 'no state'} where {first.path.name} has "
-                        f"{steps[1] or 'none'}: they are of different saves, as after one that was "
-                        "interrupted. Load an older tag"
+                        f"{steps[1] or 'none'}: they are of different saves, as after an interrupted one. "
+                        "Load an older tag"
                     )
 
     def _add_group(self, group: int, named: Shapes) -> None:
@@ -162,31 +156,33 @@ class ZeroSource(SavedSource):
 
     def _cuts_before_3(
         self, group: int, named: Shapes, masters: list[SavedTensor]
-    ) -> Iterator[tuple[str, Cuts]]:
+    ) -> Iterator[tuple[str, StoredRanges]]:
         bounds = [0, *accumulate(master.numel for master in masters)]
         known = self.ranks[0].content.get("param_alignment_paddings")
         paddings = known[group] if known else [0] * len(named)
         begin = end = 0
         for (name, shape), padding in zip(named.items(), paddings, strict=True):
             end = begin + prod(shape)
-            yield name, Cuts.of(shape, _overlaps(begin, end, bounds))
+            yield name, StoredRanges.of(shape, _overlaps(begin, end, bounds))
             begin = end + padding
-        self._compare(group, end, bounds[-1], 2 * len(masters))
+        self._check_size(group, end, bounds[-1], 2 * len(masters))
 
-    def _cuts_at_3(self, group: int, named: Shapes, masters: list[SavedTensor]) -> Iterator[tuple[str, Cuts]]:
+    def _cuts_at_3(
+        self, group: int, named: Shapes, masters: list[SavedTensor]
+    ) -> Iterator[tuple[str, StoredRanges]]:
         begin = 0
         for name, shape in named.items():
-            yield name, Cuts.even(shape, len(masters), begin)
+            yield name, StoredRanges.even(shape, len(masters), begin)
             begin += even_share(shape, len(masters))
         for master in masters:
-            self._compare(group, begin, master.numel, 1)
+            self._check_size(group, begin, master.numel, 1)
 
-    def _compare(self, group: int, needed: int, found: int, alignment: int) -> None:
+    def _check_size(self, group: int, needed: int, found: int, alignment: int) -> None:
         if not needed <= found < needed + alignment:
             raise CheckpointError(
                 f"{self.path}: the parameters of group {group} have {needed} elements in "
-                f"{self.models[0].path.name}, but {found} in the optimizer's files: they are "
-                "of different runs"
+                f"{self.models[0].path.name}, but {found} in the optimizer state files. These are of "
+                "different runs"
             )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, model_states
-from zero_full.checkpoint.deepspeed.plain import PlainSource
+from zero_full.checkpoint.deepspeed.stage0 import Stage0Source
 from zero_full.checkpoint.deepspeed.universal import UniversalSource
 from zero_full.checkpoint.deepspeed.zero import ZeroSource, rank_states
-from zero_full.checkpoint.files import is_plain
+from zero_full.checkpoint.safetensors_writer import is_file_name
 from zero_full.checkpoint.source import Source
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed, ranks_listed, shown
@@ -21,7 +21,7 @@ EXPERTS = re.compile(
 )
 PIPELINE = re.compile(r"layer_\d+-model_\d+.*model_states\.pt")
 INTERRUPTED = (
-    "the save was interrupted, or a node's files were not copied here. Copy them, or load an older tag"
+    "the save was interrupted, or the files of a node were not copied. Copy them, or load an older tag"
 )
 
 
@@ -33,71 +33,69 @@ class TagFolder:
     model: Path | None = None  # model state file of stages 0 to 2
     model_parts: dict[int, Path] = field(default_factory=dict)  # model state files of stage 3, by rank
     optimizer_parts: dict[int, Path] = field(default_factory=dict)  # optimizer state files, by rank
-    refusals: list[str] = field(default_factory=list)  # reasons why it cannot be read
+    problems: list[str] = field(default_factory=list)  # reasons why it cannot be read
 
     def __post_init__(self) -> None:
         for path in sorted(self.path.iterdir()):
-            self._take(path)
+            self._add(path)
         zero = self.path / "zero"
         self.is_universal = (zero / "optimizer_state.pt").is_file() or any(zero.glob("*/fp32.pt"))
 
     @property
     def is_deepspeeds(self) -> bool:
         """Whether any file was written by DeepSpeed."""
-        files = self.model or self.model_parts or self.optimizer_parts or self.refusals
+        files = self.model or self.model_parts or self.optimizer_parts or self.problems
         return bool(files or self.is_universal)
 
-    def _take(self, path: Path) -> None:
+    def _add(self, path: Path) -> None:
         name = path.name
         if found := MODEL.fullmatch(name):
             self.model = path
-            self._refuse_model_parallel(found[1], name)
+            self._check_rank(found[1], name)
         elif found := MODEL_PART.fullmatch(name):
             self.model_parts[int(found[1])] = path
-            self._refuse_model_parallel(found[2], name)
+            self._check_rank(found[2], name)
         elif found := OPTIMIZER_PART.fullmatch(name):
             other = self.optimizer_parts.setdefault(int(found[2]), path)
-            self._refuse_model_parallel(found[3], name)
+            self._check_rank(found[3], name)
             if other is not path:
-                self.refusals.append(
-                    f"{other.name} and {name} are both there: files of different runs. Move one away"
+                self.problems.append(
+                    f"{other.name} and {name} are both present, but are of different runs. Move one away"
                 )
         elif EXPERTS.fullmatch(name):
-            self.refusals.append(f"{name} is of experts, which are not read")
+            self.problems.append(f"{name} has experts, which are not supported")
         elif PIPELINE.fullmatch(name):
-            self.refusals.append(f"{name} is of pipeline parallelism: such checkpoints are not read")
+            self.problems.append(f"{name} is of pipeline parallelism, which is not supported")
         elif name == "offloaded_tensors":
-            self.refusals.append(
-                "the optimizer's state was on NVMe, and its swap files in offloaded_tensors are not read. "
+            self.problems.append(
+                "the optimizer state was on NVMe, and its swap files in offloaded_tensors are not supported. "
                 "Load it with DeepSpeed, and save it again with offload_optimizer on the CPU"
             )
 
-    def _refuse_model_parallel(self, rank: str, name: str) -> None:
-        if int(rank):
-            self.refusals.append(
-                f"{name} is of tensor or pipeline parallelism: such checkpoints are not read"
-            )
+    def _check_rank(self, model_parallel_rank: str, name: str) -> None:
+        if int(model_parallel_rank):
+            self.problems.append(f"{name} is of tensor or pipeline parallelism, which is not supported")
 
     def open(self) -> Source:
         """Open the checkpoint. Raises CheckpointError if files are missing or of different saves."""
-        if self.refusals:
-            raise CheckpointError(f"{self.path}: {listed(self.refusals, 3)}")
+        if self.problems:
+            raise CheckpointError(f"{self.path}: {listed(self.problems, 3)}")
         if self.is_universal:
             return UniversalSource(self.path, self._models()).completed()
         if not self.optimizer_parts:
             model = self._models()[0]
             if model.trained is None:
-                return PlainSource(self.path, model).completed()
-            raise CheckpointError(f"{self.path} has no files of optimizer states: {INTERRUPTED}")
+                return Stage0Source(self.path, model).completed()
+            raise CheckpointError(f"{self.path} has no optimizer state files: {INTERRUPTED}")
         return self._open_zero()
 
     def _open_zero(self) -> Source:
         ranks = [rank_states(path) for _, path in sorted(self.optimizer_parts.items())]
         world = max(rank.world for rank in ranks)
-        self._refuse_gaps("optimizer states", self.optimizer_parts, world)
+        self._check_complete("optimizer states", self.optimizer_parts, world)
         if {rank.world for rank in ranks} != {world} or len(ranks) != world:
             raise CheckpointError(
-                f"{self.path} has optimizer states of {len(ranks)} ranks, but they are of runs with "
+                f"{self.path} has optimizer states of {len(ranks)} ranks, saved at world sizes "
                 f"{' and '.join(map(str, sorted({rank.world for rank in ranks})))}: a run with fewer ranks "
                 "has saved under the same tag. Load another tag, or move the older files away"
             )
@@ -114,15 +112,15 @@ class TagFolder:
         if self.model is not None:
             return [model_states(self.model)]
         if 0 not in self.model_parts:
-            raise CheckpointError(f"{self.path} lacks the first rank's model states: {INTERRUPTED}")
+            raise CheckpointError(f"{self.path} lacks the model states of rank 0: {INTERRUPTED}")
         first = model_states(self.model_parts[0])
         if not first.fragments:
             return [first]
         count = world or first.world
-        self._refuse_gaps("model states", self.model_parts, count)
+        self._check_complete("model states", self.model_parts, count)
         return [first, *(model_states(self.model_parts[rank]) for rank in range(1, count))]
 
-    def _refuse_gaps(self, what: str, parts: dict[int, Path], world: int) -> None:
+    def _check_complete(self, what: str, parts: dict[int, Path], world: int) -> None:
         missing = [rank for rank in range(world) if rank not in parts]
         if missing:
             raise CheckpointError(f"{self.path} lacks the {what} of {ranks_listed(missing)}: {INTERRUPTED}")
@@ -152,7 +150,7 @@ def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
         raise
     except Exception as error:  # unexpected contents can cause any exception
         raise CheckpointError(
-            f"{place}: the files are not as DeepSpeed up to 0.19.8 writes them: {error!r}"
+            f"{place}: the files differ from those of DeepSpeed up to 0.19.8: {error!r}"
         ) from error
 
 
@@ -170,11 +168,12 @@ def _place(folder: Path, tag: str | None) -> Path | None:
 def _named(folder: Path, latest: Path) -> Path | None:
     """Return the folder that a file names. It must be in `folder`, as the file's text is not trusted."""
     tag = latest.read_text(errors="replace").strip()
-    if is_plain(tag) and (folder / tag).is_dir():
+    if is_file_name(tag) and (folder / tag).is_dir():
         return folder / tag
     others = sorted(path.name for path in folder.iterdir() if path.is_dir() and TagFolder(path).is_deepspeeds)
     if not others:
         return None
     raise CheckpointError(
-        f"{latest} names {shown(tag)}, which is no folder beside it. Give one as tag: {listed(others)}"
+        f"{latest} names {shown(tag)}, which is not a folder in {folder}. Pass one of these tags: "
+        f"{listed(others)}"
     )

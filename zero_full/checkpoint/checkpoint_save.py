@@ -9,10 +9,10 @@ from typing import Any
 from zero_full.checkpoint.folder import (
     FORMAT,
     VERSION,
+    delete_obsolete,
     discard,
     partial_folder,
     publish,
-    tidy,
     write_manifest,
 )
 from zero_full.checkpoint.rank_file import Payload, write
@@ -53,14 +53,14 @@ class CheckpointSave:
         """The partial folder, which holds the files until all are complete."""
         return partial_folder(self.directory, self.tag, self.nonce)
 
-    def write(self, look: Callable[[], None] = lambda: None) -> Rows:
-        """Write this rank's files. `look` is called in between; an exception that it raises ends the save."""
+    def write(self, check: Callable[[], None] = lambda: None) -> Rows:
+        """Write this rank's files. `check` is called in between. If it raises, the save ends."""
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} is not there, but rank {min(self.ranks)} has made it: save into a folder "
-                "that all hosts share"
+                f"{self.folder} does not exist on this host, but rank {min(self.ranks)} has made it. Save "
+                "into a folder that all hosts share"
             )
-        return write(self.folder, self.payload, look)
+        return write(self.folder, self.payload, check)
 
     def commit(self, rows: Mapping[int, Rows]) -> None:
         """Publish the checkpoint, once all ranks' files are complete."""
@@ -74,7 +74,7 @@ class CheckpointSave:
         }
         write_manifest(self.folder, manifest)
         publish(self.folder, self.tag, self.nonce, self.options.save_latest)
-        tidy(self.directory, self.tag, self.nonce, self.options.keep_last)
+        delete_obsolete(self.directory, self.tag, self.nonce, self.options.keep_last)
 
     def discard(self) -> None:
         """Delete the partial files of this save, on the first rank."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zero_full.checkpoint.consolidate import Wish, consolidate, size_to_read
+from zero_full.checkpoint.consolidate import ExportOptions, consolidate, size_to_read
 from zero_full.checkpoint.inspection import Inspection, neighbours, pairs, verify
 from zero_full.checkpoint.progress import Progress
 from zero_full.checkpoint.reading import open_checkpoint
@@ -21,30 +21,30 @@ FAILED = 1
 
 def export(options: argparse.Namespace, max_shard_bytes: int) -> int:
     """Run `python -m zero_full export` and return the exit code."""
-    return _code_of(lambda: _export(options, max_shard_bytes))
+    return _exit_code_of(lambda: _export(options, max_shard_bytes))
 
 
 def inspect(options: argparse.Namespace) -> int:
     """Run `python -m zero_full inspect` and return the exit code, 1 if the checkpoint is damaged."""
-    return _code_of(lambda: _inspect(options))
+    return _exit_code_of(lambda: _inspect(options))
 
 
 def _export(options: argparse.Namespace, max_shard_bytes: int) -> int:
-    wish = Wish(DTYPES.get(options.dtype), options.exclude_frozen, max_shard_bytes)
+    wanted = ExportOptions(DTYPES.get(options.dtype), options.exclude_frozen, max_shard_bytes)
     if not options.out:
-        raise CheckpointError("OUT is empty: name the folder that the weights are to be written to")
+        raise CheckpointError("OUT is empty. Name the folder to write the weights to")
     out = Path(options.out)
     with closing(open_checkpoint(Path(options.checkpoint), options.tag)) as source:
-        with Progress("exporting", size_to_read(source, wish), sys.stderr) as progress:
-            exported = consolidate(source, out, wish, progress.advance)
-        _say(f"{source.path} ({source.kind})")
+        with Progress("exporting", size_to_read(source, wanted), sys.stderr) as progress:
+            exported = consolidate(source, out, wanted, progress.advance)
+        _print(f"{source.path} ({source.kind})")
     for path in exported.files:
-        _say(f"  -> {path}")
-    _say(f"{human(exported.nbytes)} in all")
+        _print(f"  -> {path}")
+    _print(f"{human(exported.nbytes)} in all")
     if exported.frozen:
-        _say(f"left out, because frozen: {listed(exported.frozen)}")
+        _print(f"left out, because frozen: {listed(exported.frozen)}")
     if exported.others:
-        _say(f"left out, because no tensors (get_extra_state): {listed(exported.others)}")
+        _print(f"left out, because no tensors (get_extra_state): {listed(exported.others)}")
     return 0
 
 
@@ -53,8 +53,8 @@ def _inspect(options: argparse.Namespace) -> int:
     try:
         source = open_checkpoint(folder, options.tag)
     except CheckpointError as error:
-        beside = pairs(list(neighbours(folder, None).rows()))
-        raise CheckpointError("\n".join([str(error), *beside])) from error
+        found_there = pairs(list(neighbours(folder, None).rows()))
+        raise CheckpointError("\n".join([str(error), *found_there])) from error
     with closing(source):
         wrong = None
         if options.verify:
@@ -62,15 +62,15 @@ def _inspect(options: argparse.Namespace) -> int:
             with Progress("verifying", total, sys.stderr) as progress:
                 wrong = verify(source, progress.advance)
         found = Inspection(source, neighbours(folder, source.path), wrong)
-        _say(found.as_json() if options.json else found.table())
+        _print(found.as_json() if options.json else found.table())
     return FAILED if wrong else 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def _code_of(command: Callable[[], int]) -> int:
+def _exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. Errors that a user can cause print a message, no traceback."""
     try:
         return command()

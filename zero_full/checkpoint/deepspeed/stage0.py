@@ -1,12 +1,11 @@
 """Read DeepSpeed checkpoints without ZeRO, whose optimizer state has no parameter names.
 
-[Note: which is whose] An optimizer's state dict has indices in place of names. The parameters of a group are
-assumed to be in the model's order, as is usual. The shapes determine which parameter is in which group, and
-which are left out because they are frozen. In 16-bit training the values determine it as well, as each master
-weight rounds to its parameter. If two arrangements are possible, the reader raises an error.
+[Note: matching by shape] An optimizer's state dict has indices in place of names. The parameters of a group
+are assumed to be in the model's order, as is usual. The shapes determine which parameter is in which group,
+and which are left out because they are frozen. In 16-bit training the values determine it as well, as each
+master weight rounds to its parameter. If two arrangements are possible, the reader raises an error.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,13 @@ from typing import Any
 import torch
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, dynamic_scale
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of, states_of
+from zero_full.checkpoint.deepspeed.saved_source import (
+    SavedSource,
+    StoredRanges,
+    numbers_of,
+    options_of,
+    states_of,
+)
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import PARAMETERS, STATE
@@ -22,36 +27,18 @@ from zero_full.shard.contents.state import PARAMETERS, STATE
 COMPARED = 1024  # elements of a parameter that are compared with its master weights
 
 
-class Row(ABC):
-    """One parameter group's optimizer state: positions from 0 to `end`, where a parameter can begin."""
+class _ListedState:
+    """One group's optimizer state, with an entry and, in 16-bit training, a master weight for each parameter.
 
-    end: int
-
-    @abstractmethod
-    def after(self, position: int, value: SavedTensor) -> int | None:
-        """Return the position after this parameter, or None if it does not match at this position."""
-
-    @abstractmethod
-    def state(self, position: int) -> Mapping[str, Any]:
-        """Return the state of the parameter at this position."""
-
-    @abstractmethod
-    def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """Yield the tensors of the parameter at this position.
-
-        Each has a key prefix ("parameters" or "state/ENTRY"), the stored tensor, and the first element in it.
-        """
-
-
-class ListedRow(Row):
-    """A group with a state and, in 16-bit training, a master weight for each parameter."""
+    Positions from 0 to `end` are those where a parameter can begin: here the indices of the entries.
+    """
 
     def __init__(self, states: list[dict[str, Any]], masters: list[SavedTensor] | None) -> None:
         self.states, self.masters = states, masters
         self.end = len(states)
 
-    def after(self, position: int, value: SavedTensor) -> int | None:
-        """Implement `Row`."""
+    def position_after(self, position: int, value: SavedTensor) -> int | None:
+        """Return the position after this parameter, or None if it does not match at this position."""
         if position == self.end:
             return None
         if self.masters is not None and not _rounds_to(self.masters[position], 0, value):
@@ -60,11 +47,14 @@ class ListedRow(Row):
         return position + 1 if shapes <= {value.shape} else None
 
     def state(self, position: int) -> Mapping[str, Any]:
-        """Implement `Row`."""
+        """Return the state of the parameter at this position."""
         return self.states[position]
 
     def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """Implement `Row`."""
+        """Yield the tensors of the parameter at this position.
+
+        Each has a key prefix ("parameters" or "state/ENTRY"), the stored tensor, and the first element in it.
+        """
         if self.masters is not None:
             yield PARAMETERS, self.masters[position], 0
         for entry, part in self.states[position].items():
@@ -72,27 +62,27 @@ class ListedRow(Row):
                 yield f"{STATE}/{entry}", part, 0
 
 
-class FlatRow(Row):
-    """A group with one flat master buffer and one state for all parameters. Positions are elements."""
+class _FlatState:
+    """The same for a group with one flat master buffer and one entry. Positions are elements."""
 
     def __init__(self, state: dict[str, Any], master: SavedTensor) -> None:
         self.common, self.master = state, master
         self.end = master.numel
 
-    def after(self, position: int, value: SavedTensor) -> int | None:
-        """Implement `Row`."""
+    def position_after(self, position: int, value: SavedTensor) -> int | None:
         return position + value.numel if value.numel and _rounds_to(self.master, position, value) else None
 
     def state(self, position: int) -> Mapping[str, Any]:
-        """Implement `Row`."""
         return self.common
 
     def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """Implement `Row`."""
         yield PARAMETERS, self.master, position
         for entry, part in self.common.items():
             if isinstance(part, SavedTensor) and part.shape == self.master.shape:
                 yield f"{STATE}/{entry}", part, position
+
+
+GroupState = _ListedState | _FlatState
 
 
 def _rounds_to(master: SavedTensor, begin: int, value: SavedTensor) -> bool:
@@ -103,43 +93,45 @@ def _rounds_to(master: SavedTensor, begin: int, value: SavedTensor) -> bool:
     return torch.allclose(rounded, value.read(0, count), rtol=0, atol=0, equal_nan=True)
 
 
-def arranged(values: Mapping[str, SavedTensor], rows: list[Row]) -> dict[str, tuple[Row, int]] | int:
-    """Return each trained parameter's row and position; 0 if no arrangement matches, 2 if several do.
+def assign_parameters(
+    values: Mapping[str, SavedTensor], groups: list[GroupState]
+) -> dict[str, tuple[GroupState, int]] | int:
+    """Return each trained parameter's group and position; 0 if no arrangement matches, 2 if several do.
 
-    See [Note: which is whose]. Dynamic programming over the parameters: after each, `ways` has the reachable
-    positions of all rows with the number of ways to reach them, and `steps` the predecessors.
+    See [Note: matching by shape]. Dynamic programming over the parameters: after each, `ways` has the
+    reachable positions of all groups with the number of ways to reach them, and `steps` the predecessors.
     """
-    ways = {(0,) * len(rows): 1}
+    ways = {(0,) * len(groups): 1}
     steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
     for value in values.values():
         here, ways = ways, {}
         steps.append({})
         for positions, count in here.items():
-            for positions_after, row in _choices(positions, rows, value):
+            for positions_after, group in _choices(positions, groups, value):
                 ways[positions_after] = min(2, ways.get(positions_after, 0) + count)
-                steps[-1][positions_after] = positions, row
-    positions = tuple(row.end for row in rows)
+                steps[-1][positions_after] = positions, group
+    positions = tuple(group.end for group in groups)
     if ways.get(positions) != 1:
         return ways.get(positions, 0)
-    found: dict[str, tuple[Row, int]] = {}
+    found: dict[str, tuple[GroupState, int]] = {}
     for name, step in zip(reversed([*values]), reversed(steps), strict=True):
-        positions, row = step[positions]
-        if row is not None:
-            found[name] = rows[row], positions[row]
+        positions, group = step[positions]
+        if group is not None:
+            found[name] = groups[group], positions[group]
     return dict(reversed(found.items()))
 
 
 def _choices(
-    positions: tuple[int, ...], rows: list[Row], value: SavedTensor
+    positions: tuple[int, ...], groups: list[GroupState], value: SavedTensor
 ) -> Iterator[tuple[tuple[int, ...], int | None]]:
     yield positions, None
-    for number, row in enumerate(rows):
-        after = row.after(positions[number], value)
+    for number, group in enumerate(groups):
+        after = group.position_after(positions[number], value)
         if after is not None:
             yield (*positions[:number], after, *positions[number + 1 :]), number
 
 
-class PlainSource(SavedSource):
+class Stage0Source(SavedSource):
     """A DeepSpeed checkpoint without ZeRO: one file with the optimizer state in it."""
 
     def __init__(self, path: Path, model: ModelStates) -> None:
@@ -170,27 +162,25 @@ class PlainSource(SavedSource):
 
     def _add_trained(self, values: dict[str, SavedTensor], optimizer: Mapping[str, Any]) -> None:
         base = optimizer.get("optimizer_state_dict", optimizer)
-        rows = _rows(base, optimizer)
-        found = arranged(values, rows)
+        groups = _group_states(base, optimizer)
+        found = assign_parameters(values, groups)
         if isinstance(found, int):
-            problem = (
-                "does not fit to the parameters" if found == 0 else "fits to the parameters in several ways"
-            )
+            problem = "does not match" if found == 0 else "matches in several ways"
             raise CheckpointError(
-                f"{self.model.path}: without ZeRO the optimizer's state has no names, and it {problem}. "
-                "Save with DeepSpeed at stage 1; or load the weights alone, with "
+                f"{self.model.path}: without ZeRO the optimizer state has no names, and it {problem} the "
+                "parameters' shapes and values. Save with DeepSpeed at stage 1, or load only the weights: "
                 f"engine.load_module_state_dict(torch.load({self.model.path.name!r})['module'])"
             )
-        for name, (row, position) in found.items():
+        for name, (group, position) in found.items():
             value = values[name]
-            for place, part, begin in row.parts(position):
-                self.add(f"{place}/{name}", Cuts.whole(value.shape, begin), [part])
+            for place, part, begin in group.parts(position):
+                self.add(f"{place}/{name}", StoredRanges.whole(value.shape, begin), [part])
             if f"{PARAMETERS}/{name}" not in self.tensors:
-                self.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
-            if numbers := numbers_of(row.state(position)):
+                self.add(f"{PARAMETERS}/{name}", StoredRanges.whole(value.shape), [value])
+            if numbers := numbers_of(group.state(position)):
                 self.numbers[f"{PARAMETERS}/{name}"] = numbers
         self.shared["groups"] = options_of(base["param_groups"])
-        self.shared["members"] = [[n for n, (r, _) in found.items() if r is row] for row in rows]
+        self.shared["members"] = [[n for n, (r, _) in found.items() if r is group] for group in groups]
         scaler = self._scaler(optimizer)
         if scaler is not None:
             self.shared["scaler"] = scaler
@@ -211,11 +201,11 @@ class PlainSource(SavedSource):
         return dynamic_scale(optimizer, given.get("min_loss_scale", 1), lives, lives, consecutive)
 
 
-def _rows(base: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Row]:
+def _group_states(base: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[GroupState]:
     """Return the parameter groups of one of the three optimizers that DeepSpeed has without ZeRO."""
     states = states_of(base)
     if "fp32_groups_flat" in optimizer:
         masters = optimizer["fp32_groups_flat"]
-        return [FlatRow(state[0], master) for state, master in zip(states, masters, strict=True)]
+        return [_FlatState(state[0], master) for state, master in zip(states, masters, strict=True)]
     masters = optimizer.get("fp32_groups", [None] * len(states))
-    return [ListedRow(each, master) for each, master in zip(states, masters, strict=True)]
+    return [_ListedState(each, master) for each, master in zip(states, masters, strict=True)]

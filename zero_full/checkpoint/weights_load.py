@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.files import CODES, is_plain
-from zero_full.checkpoint.selection import refuse_parts, select
+from zero_full.checkpoint.safetensors_writer import CODES, DTYPES, bytes_of, is_file_name
+from zero_full.checkpoint.selection import check_unique_names, select
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed, shown
 from zero_full.shard.group.parameters import GatherState
@@ -40,6 +40,14 @@ class Unmatched(NamedTuple):
     unexpected: list[str]  # names only in the files
 
 
+def describe_unmatched(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
+    """Yield a message for missing and one for unexpected names, if the files in `path` have any."""
+    if missing:
+        yield f"{path} lacks {listed(missing)}"
+    if unexpected:
+        yield f"{path} has {listed(unexpected)}, which the model lacks"
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a safetensors file."""
@@ -48,6 +56,7 @@ class Stored:
     key: str
     shape: tuple[int, ...]
     code: str  # dtype in safetensors' notation
+    begin: int  # byte offset of the data in the file
 
 
 def load_weights(
@@ -66,15 +75,15 @@ def load_weights(
 
     The optimizer's state stays as it is.
     """
-    refuse_parts(optimizer)
-    mine, loading = select(module, names).tensors, _Loading(Path(path))
+    check_unique_names(optimizer)
+    tensors, loading = select(module, names).tensors, _Loading(Path(path))
     attempt = Attempt(optimizer, "load_weights")
     attempt(optimizer.catch_up)
-    attempt(lambda: loading.match(mine, strict))
+    attempt(lambda: loading.match(tensors, strict))
     attempt.agree()
     attempt(lambda: loading.fill(optimizer))
     attempt.agree()
-    _publish(optimizer)
+    publish_loaded(optimizer)
     return loading.unmatched
 
 
@@ -82,31 +91,29 @@ class _Loading:
     """One load of weights: matches the tensors of files and module, then reads them."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.reader = path, _Reader()
+        self.path = path
         self.found: dict[Tensor, Stored] = {}
         self.unmatched = Unmatched([], [])
 
-    def match(self, mine: Mapping[str, Tensor], strict: bool) -> None:
+    def match(self, tensors: Mapping[str, Tensor], strict: bool) -> None:
         """Find the file of every tensor. Raises CheckpointError if the files are damaged or do not match."""
-        stored = self.reader.catalogue(self.path)
+        stored = _catalogue(self.path)
         wrong: list[str] = []
-        for name in mine.keys() & stored.keys():
-            wrong += _differences(name, mine[name], stored[name])
-        for name, tensor in mine.items():
+        for name in tensors.keys() & stored.keys():
+            wrong += _differences(name, tensors[name], stored[name])
+        for name, tensor in tensors.items():
             if name in stored:
                 self.found.setdefault(tensor, stored[name])
-        missing = [name for name, tensor in mine.items() if tensor not in self.found]
-        self.unmatched = Unmatched(missing, [name for name in stored if name not in mine])
-        if strict and missing:
-            wrong.append(f"{self.path} lacks {listed(missing)}")
-        if strict and self.unmatched.unexpected:
-            wrong.append(f"{self.path} has {listed(self.unmatched.unexpected)}, which the model lacks")
+        missing = [name for name, tensor in tensors.items() if tensor not in self.found]
+        self.unmatched = Unmatched(missing, [name for name in stored if name not in tensors])
+        if strict:
+            wrong += describe_unmatched(self.path, *self.unmatched)
         if wrong:
             raise CheckpointError("; ".join(sorted(wrong)) + ". Nothing was loaded")
 
     @torch.no_grad()
     def fill(self, optimizer: ZeroOptimizer) -> None:
-        """Read this rank's master weights and all unsharded tensors. `_publish` updates the parameters."""
+        """Read this rank's master weights and all unsharded tensors."""
         rest = dict(self.found)
         masters = {group.parameters: group.master.values for group in optimizer.trained}
         for values in optimizer.parts.flats:
@@ -114,16 +121,16 @@ class _Loading:
             for fragment in values.fragments.values():
                 stored = self.found.get(values.members[fragment.index].param)
                 if stored is not None:
-                    values.cut(target, fragment).copy_(self.reader.read(stored, *fragment.param_range))
+                    values.cut(target, fragment).copy_(_read(stored, *fragment.param_range))
             for member in values.members:
                 rest.pop(member.param, None)
         for tensor, stored in rest.items():
-            tensor.detach().copy_(self.reader.read(stored, 0, prod(stored.shape)).view(stored.shape))
+            tensor.detach().copy_(_read(stored, 0, prod(stored.shape)).view(stored.shape))
 
 
 @torch.no_grad()
-def _publish(optimizer: ZeroOptimizer) -> None:
-    """Update the parameters from the master weights, with the all-gathers that this needs."""
+def publish_loaded(optimizer: ZeroOptimizer) -> None:
+    """Update the parameters from loaded master weights and shards. Every rank must call this."""
     optimizer.follow_masters()
     for values in (group.parameters for group in optimizer.parts.frozen):
         values.node_copy = None
@@ -135,7 +142,7 @@ def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
     if tuple(tensor.shape) != stored.shape:
         yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in {stored.file}"
     if stored.code not in CODES.values():
-        yield f"{name} is of type {stored.code} in {stored.file}, which cannot be read"
+        yield f"{name} has dtype {stored.code} in {stored.file}, which torch cannot read"
     elif _family(CODES.get(tensor.dtype, "")) != _family(stored.code):
         yield f"{name} is {tensor.dtype}, but {stored.code} in {stored.file}"
 
@@ -148,89 +155,69 @@ def _family(code: str) -> str:
 # Files -------------------------------------------------------------------------------------------
 
 
-class _Reader:
-    """The open safetensors files. They are memory-mapped, so only requested ranges are read."""
-
-    def __init__(self) -> None:
-        self.files: dict[Path, Any] = {}
-
-    def catalogue(self, path: Path) -> dict[str, Stored]:
-        """Return every tensor in a file, index or folder, by name. Tied ones appear under every name."""
-        if path.is_dir():
-            path = _in_folder(path)
-        if path.suffix != ".json":
-            return self._contents(path)
-        weight_map = _weight_map(path)
-        contents = {n: self._contents(_beside(path, n)) for n in dict.fromkeys(weight_map.values())}
-        for key, name in weight_map.items():
-            if key not in contents[name]:
-                raise CheckpointError(f"{path} says that {key} is in {name}, which lacks it")
-        return {key: stored for content in contents.values() for key, stored in content.items()}
-
-    def _contents(self, file: Path) -> dict[str, Stored]:
-        opened = self._open(file)
-        contents = {}
-        for key in opened.keys():  # noqa: SIM118 (it is no dict)
-            part = opened.get_slice(key)
-            contents[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
-        for alias, key in (opened.metadata() or {}).items():
-            if key in contents:
-                contents.setdefault(alias, contents[key])
-        return contents
-
-    def _open(self, file: Path) -> Any:
-        if file not in self.files:
-            _refuse_endless(file)
-            try:
-                opened = safe_open(file, framework="pt")
-                _refuse_twice(file)
-            except FileNotFoundError:
-                raise CheckpointError(f"{file} does not exist") from None
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{file} is no complete safetensors file: {error}. If torch.load reads it, use "
-                    "engine.load_module_state_dict(torch.load(...))"
-                ) from error
-            self.files[file] = opened
-        return self.files[file]
-
-    def read(self, stored: Stored, start: int, stop: int) -> Tensor:
-        """Read the elements from `start` up to `stop` of the flattened tensor."""
-        opened = self._open(stored.file)
-        try:
-            if not stored.shape or start == stop:
-                flat: Tensor = opened.get_tensor(stored.key).reshape(-1)
-                return flat
-            box, skipped = enclosing_box(stored.shape, start, stop)
-            flat = opened.get_slice(stored.key)[box].reshape(-1)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{stored.key} in {stored.file} cannot be read: {error}. Other parameters are changed already"
-            ) from error
-        return flat[skipped : skipped + stop - start]
+def _catalogue(path: Path) -> dict[str, Stored]:
+    """Return every tensor in a file, index or folder, by name. Tied ones appear under every name."""
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.suffix != ".json":
+        return _contents(path)
+    weight_map = _weight_map(path)
+    contents = {name: _contents(_beside(path, name)) for name in dict.fromkeys(weight_map.values())}
+    for key, name in weight_map.items():
+        if key not in contents[name]:
+            raise CheckpointError(f"{path} says that {key} is in {name}, but that file lacks it")
+    return {key: stored for content in contents.values() for key, stored in content.items()}
 
 
-def enclosing_box(shape: Sequence[int], start: int, stop: int) -> tuple[tuple[slice, ...], int]:
-    """Return the smallest block of rows with these elements, and the number of elements before them in it.
+def _contents(file: Path) -> dict[str, Stored]:
+    """Return every tensor in a file. Raises CheckpointError if its header is damaged or has duplicates."""
+    _check_regular(file)
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # safetensors validates the header, see [Note: files from strangers]
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = _parsed(opened.read(size))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is not a complete safetensors file: {error}. If torch.load reads it, use "
+            "engine.load_module_state_dict(torch.load(...))"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} has an invalid header: {error}") from error
+    metadata = header.pop("__metadata__", None) or {}
+    contents = {
+        key: Stored(file, key, tuple(row["shape"]), row["dtype"], 8 + size + row["data_offsets"][0])
+        for key, row in header.items()
+    }
+    for alias, key in metadata.items():
+        if key in contents:
+            contents.setdefault(alias, contents[key])
+    return contents
 
-    If the elements lie within one row, the block is made of that row's own rows, and so on recursively.
-    """
-    box: list[slice] = []
-    for dim in range(len(shape)):
-        row = prod(shape[dim + 1 :])
-        first, last = start // row, -(-stop // row)
-        box.append(slice(first, last))
-        start, stop = start - first * row, stop - first * row
-        if last - first > 1:
-            break
-    return tuple(box), start
+
+def _read(stored: Stored, start: int, stop: int) -> Tensor:
+    """Read the elements from `start` up to `stop` of the flattened tensor."""
+    tensor = torch.empty(stop - start, dtype=DTYPES[stored.code], device="cpu")
+    try:
+        with stored.file.open("rb") as file:
+            file.seek(stored.begin + start * tensor.itemsize)
+            if file.readinto(bytes_of(tensor)) < tensor.nbytes:
+                raise OSError("it has become shorter")
+    except OSError as error:
+        raise CheckpointError(
+            f"{stored.key} in {stored.file} cannot be read: {error}. Some parameters are changed already"
+        ) from error
+    return tensor
 
 
 def _in_folder(folder: Path) -> Path:
     for name in (SINGLE, INDEX):
         if (folder / name).exists():
             return folder / name
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: pass the file itself")
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}. Pass the path of the file itself")
 
 
 def _beside(index: Path, name: str) -> Path:
@@ -240,12 +227,12 @@ def _beside(index: Path, name: str) -> Path:
     from `snapshots/REVISION` to `blobs`.
     """
     file = index.parent / name
-    if not is_plain(name) or (file.is_symlink() and not _stays(index.parent, file)):
-        raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder: nothing is read")
+    if not is_file_name(name) or (file.is_symlink() and not _stays_inside(index.parent, file)):
+        raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder. Nothing was read")
     return file
 
 
-def _stays(folder: Path, link: Path) -> bool:
+def _stays_inside(folder: Path, link: Path) -> bool:
     try:
         folder, place = folder.resolve(), link.resolve().parent
     except (OSError, RuntimeError):  # a cycle of links
@@ -255,7 +242,7 @@ def _stays(folder: Path, link: Path) -> bool:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    _refuse_endless(index)
+    _check_regular(index)
     try:
         with index.open("rb") as file:
             text = file.read(LONGEST + 1)
@@ -267,24 +254,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     except FileNotFoundError:
         raise CheckpointError(f"{index} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = f"{type(error).__name__}: {error}"  # not `repr`, which may include all of the file's bytes
-        raise CheckpointError(f"{index} is no index of safetensors files: {told}") from error
+        reason = f"{type(error).__name__}: {error}"  # not `repr`, which may include all of the file's bytes
+        raise CheckpointError(f"{index} is not an index of safetensors files: {reason}") from error
 
 
-def _refuse_endless(file: Path) -> None:
+def _check_regular(file: Path) -> None:
     """Raise CheckpointError if the path exists and is no regular file. See [Note: files from strangers]."""
     if file.exists() and not file.is_file():
-        raise CheckpointError(f"{file} is no regular file: nothing is read")
-
-
-def _refuse_twice(file: Path) -> None:
-    """Raise CheckpointError if the header of a file, which safetensors has read, has a duplicate name."""
-    with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
-    try:
-        _parsed(header)
-    except ValueError as error:
-        raise CheckpointError(f"{file} has a header that is not read: {error}") from error
+        raise CheckpointError(f"{file} is not a regular file. Nothing was read")
 
 
 def _parsed(text: bytes) -> Any:
@@ -294,7 +271,7 @@ def _parsed(text: bytes) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"{shown(key)} is in it twice")
+                raise ValueError(f"the key {shown(key)} occurs twice")
             found[key] = value
         return found
 

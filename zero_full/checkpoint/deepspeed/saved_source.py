@@ -21,7 +21,7 @@ from zero_full.shard.contents.state import STEP
 
 
 @dataclass(frozen=True)
-class Cuts:
+class StoredRanges:
     """The ranges of a flattened tensor, and the location of each in one of several stored parts.
 
     A parameter and its moments share one object: with many ranks these are most of a source's memory.
@@ -32,24 +32,26 @@ class Cuts:
     places: tuple[tuple[int, int], ...]  # (part, first element in the part) of each range
 
     @staticmethod
-    def of(shape: Iterable[int], ranges: Iterable[tuple[int, int, int, int]]) -> "Cuts":
-        """Make cuts from (part, start, stop, first element in the part). Empty ranges are left out."""
+    def of(shape: Iterable[int], ranges: Iterable[tuple[int, int, int, int]]) -> "StoredRanges":
+        """Make ranges from (part, start, stop, first element in the part). Empty ranges are left out."""
         found = [each for each in ranges if each[1] < each[2]]
         pieces = tuple((start, stop) for _, start, stop, _ in found)
-        return Cuts(tuple(shape), pieces, tuple((part, begin) for part, _, _, begin in found))
+        return StoredRanges(tuple(shape), pieces, tuple((part, begin) for part, _, _, begin in found))
 
     @staticmethod
-    def whole(shape: Iterable[int], begin: int = 0) -> "Cuts":
-        """Make cuts for a tensor that is stored in one part."""
+    def whole(shape: Iterable[int], begin: int = 0) -> "StoredRanges":
+        """Make the range of a tensor that is stored in one part."""
         shape = tuple(shape)
-        return Cuts.of(shape, [(0, 0, prod(shape), begin)])
+        return StoredRanges.of(shape, [(0, 0, prod(shape), begin)])
 
     @staticmethod
-    def even(shape: Iterable[int], parts: int, begin: int) -> "Cuts":
-        """Make the cuts of stage 3: equal ranges, the last ones shorter or empty, at `begin` of each part."""
+    def even(shape: Iterable[int], parts: int, begin: int) -> "StoredRanges":
+        """Make the ranges of stage 3: equal, the last ones shorter or empty, at `begin` of each part."""
         shape = tuple(shape)
         numel, each = prod(shape), even_share(shape, parts)
-        return Cuts.of(shape, [(p, p * each, min((p + 1) * each, numel), begin) for p in range(parts)])
+        return StoredRanges.of(
+            shape, [(p, p * each, min((p + 1) * each, numel), begin) for p in range(parts)]
+        )
 
     def fit(self, parts: Sequence[SavedTensor]) -> bool:
         """Return whether the ranges cover all elements and lie within these parts."""
@@ -75,16 +77,27 @@ class SavedSource(Source):
         self.aliases = {}
         self.numbers = {}
         self.shared = {}
-        self._places: dict[str, tuple[Cuts, Sequence[SavedTensor]]] = {}
+        self._places: dict[str, tuple[StoredRanges, Sequence[SavedTensor]]] = {}
 
-    def add(self, key: str, cuts: Cuts, parts: Sequence[SavedTensor]) -> None:
+    def add(self, key: str, ranges: StoredRanges, parts: Sequence[SavedTensor]) -> None:
         """Add a tensor that is stored in these parts. Raises CheckpointError if they are incomplete."""
-        if not cuts.fit(parts) or len({part.dtype for part in parts}) != 1:
+        if not ranges.fit(parts) or len({part.dtype for part in parts}) != 1:
             raise CheckpointError(
-                f"{self.path}: the files do not hold all {prod(cuts.shape)} elements of {key}"
+                f"{self.path}: the files do not hold all {prod(ranges.shape)} elements of {key}"
             )
-        self.tensors[key] = StoredTensor(cuts.shape, parts[0].dtype, cuts.pieces)
-        self._places[key] = cuts, parts
+        self.tensors[key] = StoredTensor(ranges.shape, parts[0].dtype, ranges.pieces)
+        self._places[key] = ranges, parts
+
+    def add_groups(self, groups: list[dict[str, Any]], shapes: Iterable[Iterable[str]]) -> None:
+        """Add the options and the parameter names of the optimizer's groups.
+
+        At stage 3 a group may consist of several sub-groups, whose parameters are in `shapes` one by one.
+        """
+        rest = iter(shapes)
+        self.shared["groups"] = options_of(groups)
+        self.shared["members"] = [
+            [name for named in islice(rest, len(group["params"])) for name in named] for group in groups
+        ]
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Read a range of a flattened tensor, within one piece."""
@@ -105,10 +118,10 @@ class SavedSource(Source):
 
     def _place(self, key: str, element: int) -> tuple[SavedTensor, int]:
         """Return the part that holds an element, and the element's index in it."""
-        cuts, parts = self._places[key]
-        number = bisect_right(cuts.pieces, (element, inf)) - 1
-        part, begin = cuts.places[number]
-        return parts[part], begin + element - cuts.pieces[number][0]
+        ranges, parts = self._places[key]
+        number = bisect_right(ranges.pieces, (element, inf)) - 1
+        part, begin = ranges.places[number]
+        return parts[part], begin + element - ranges.pieces[number][0]
 
     def completed(self) -> "SavedSource":
         """Normalize names and compute the identity, after all tensors were added."""
@@ -144,7 +157,7 @@ def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: torch.as_tensor(v, dtype=torch.float32) if k == STEP else v for k, v in found.items()}
 
 
-def told(numbers: Mapping[str, Any]) -> dict[str, Any]:
+def python_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers as Python values, for comparison and messages."""
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in numbers.items()}
 
@@ -162,9 +175,3 @@ def states_of(base: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the options of an optimizer's groups, without the parameters and the step."""
     return [{k: with_values(v) for k, v in group.items() if k not in ("params", STEP)} for group in groups]
-
-
-def members_of(groups: list[dict[str, Any]], shapes: Iterable[Iterable[str]]) -> list[list[str]]:
-    """Return the parameter names of each group. At stage 3 a group may consist of several sub-groups."""
-    rest = iter(shapes)
-    return [[name for named in islice(rest, len(group["params"])) for name in named] for group in groups]

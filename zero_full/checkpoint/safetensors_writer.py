@@ -1,6 +1,6 @@
 """Write safetensors files piece by piece in any order, and publish them only when complete.
 
-[Note: complete or not there] A file is written as `NAME.part`, which no loader reads. It is flushed to the
+[Note: atomic export] A file is written as `NAME.part`, which no loader reads. It is flushed to the
 disk and then renamed. If an export has several files, its index is renamed last, and an older index is
 deleted before the first rename. So a reader that finds `NAME` or an index finds a complete export.
 
@@ -26,7 +26,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks the flag
+from zero_full.checkpoint.disk import NO_LINKS, add_context
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,6 +46,7 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TensorEntry:
 
     def __post_init__(self) -> None:
         if self.dtype not in CODES:
-            raise ValueError(f"{self.name} is {self.dtype}, which safetensors does not know: leave it out")
+            raise ValueError(f"{self.name} is {self.dtype}, which safetensors does not support. Leave it out")
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,15 @@ class TensorEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def deal_out(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+def check_export(dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """Raise ValueError unless weights can be converted to `dtype`, and files can have this size."""
+    if max_shard_bytes < 1 or (dtype is not None and not dtype.is_floating_point):
+        raise ValueError(
+            f"max_shard_bytes must be positive and dtype floating-point, not {max_shard_bytes}, {dtype}"
+        )
+
+
+def split_into_files(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     """Divide the entries into files, in order: as many per file as fit into `limit` bytes, at least one."""
     shards: list[list[TensorEntry]] = [[]]
     room = limit
@@ -98,9 +108,9 @@ def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tu
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy. The view keeps the tensor alive."""
     tensor = tensor.resolve_conj().resolve_neg()  # else memory and values differ
-    told = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1)
-    told.tensor = tensor  # type: ignore[attr-defined]  # else its memory could be freed before use
-    return memoryview(told)
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1)
+    memory.tensor = tensor  # type: ignore[attr-defined]  # else it could be freed before use
+    return memoryview(memory)
 
 
 def part_of(path: Path) -> Path:
@@ -108,18 +118,16 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def is_plain(name: str) -> bool:
+def is_file_name(name: str) -> bool:
     """Return whether the name is a plain file name, which cannot lead out of its folder."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
+def check_file_name(argument: str, name: str | os.PathLike[str]) -> str:
     """Return the name as a string. Raises ValueError unless it is a plain file name."""
     text = str(name)
-    if not is_plain(text):
-        raise ValueError(
-            f"{argument}: {text!r} is no name of a file in the folder; give the folder by itself"
-        )
+    if not is_file_name(text):
+        raise ValueError(f"{argument}: {text!r} is not a plain file name. Pass the folder separately")
     return text
 
 
@@ -134,32 +142,32 @@ def open_part(path: Path) -> BinaryIO:
     return os.fdopen(os.open(part_of(path), os.O_RDWR | NO_LINKS), "r+b")
 
 
-def flush(path: Path) -> None:
+def flush_part(path: Path) -> None:
     """Wait until the part is on the disk."""
     with open_part(path) as part:
         os.fsync(part.fileno())
 
 
-def show(path: Path) -> None:
+def publish_part(path: Path) -> None:
     """Publish the file: rename its complete part to its final name."""
     part_of(path).replace(path)
 
 
 class WeightFiles:
-    """The files of one export in progress. See [Note: complete or not there]."""
+    """The files of one export in progress. See [Note: atomic export]."""
 
     def __init__(
         self, path: Path, entries: Sequence[TensorEntry], limit: int, aliases: Mapping[str, str] | None = None
     ) -> None:
         self.single, self.index = path, path.with_name(f"{path.name}.index.json")
-        shards = deal_out(entries, limit)
+        shards = split_into_files(entries, limit)
         self.paths = [self._shard(number, len(shards)) for number in range(1, len(shards) + 1)]
         self.size = sum(entry.nbytes for entry in entries)
         self.path_of = {e.name: p for p, shard in zip(self.paths, shards, strict=True) for e in shard}
         self.entries = {entry.name: entry for entry in entries}
         self.aliases = aliases or {}
-        self.places: dict[str, int] = {}
-        self.awaited = {entry.name: prod(entry.shape) for entry in entries}  # elements not written yet
+        self.offsets: dict[str, int] = {}
+        self.missing = {entry.name: prod(entry.shape) for entry in entries}  # elements not written yet
         self.shards = dict(zip(self.paths, shards, strict=True))
 
     def _shard(self, number: int, count: int) -> Path:
@@ -172,10 +180,10 @@ class WeightFiles:
         self.single.parent.mkdir(parents=True, exist_ok=True)
         for path, entries in self.shards.items():
             tied = {alias: name for alias, name in self.aliases.items() if self.path_of[name] == path}
-            header, places = header_of(entries, {**tied, "format": "pt"})
+            header, offsets = header_of(entries, {**tied, "format": "pt"})
             with new_part(path) as part:
                 part.write(header)
-            self.places |= places
+            self.offsets |= offsets
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Tensors may come in any order."""
@@ -186,28 +194,25 @@ class WeightFiles:
         """Write the elements of a flattened tensor from `start` on. Parts may come in any order."""
         dtype = self.entries[name].dtype
         numbers = numbers.detach().to("cpu", dtype).contiguous()
-        try:
-            with open_part(self.path_of[name]) as part:
-                part.seek(self.places[name] + start * dtype.itemsize)
-                part.write(bytes_of(numbers))
-        except OSError as error:
-            told = f"{error.strerror} while writing {name}"
-            raise OSError(error.errno, told, str(part_of(self.path_of[name]))) from error
-        self.awaited[name] -= numbers.numel()
+        path = self.path_of[name]
+        with add_context(f"writing {name}", part_of(path)), open_part(path) as part:
+            part.seek(self.offsets[name] + start * dtype.itemsize)
+            part.write(bytes_of(numbers))
+        self.missing[name] -= numbers.numel()
 
     def finish(self) -> None:
         """Publish all files, and delete files of an older export that were not replaced."""
-        assert not any(self.awaited.values()), self.awaited
-        mine = self.results()
+        assert not any(self.missing.values()), self.missing
+        results = self.results()
         if len(self.paths) > 1:
             self._write_index()
-        for path in mine:
-            flush(path)
+        for path in results:
+            flush_part(path)
         if len(self.paths) > 1:
             self.index.unlink(missing_ok=True)
-        for path in mine:
-            show(path)
-        for path in {self.single, self.index, *self._all_shards()} - set(mine):
+        for path in results:
+            publish_part(path)
+        for path in {self.single, self.index, *self._all_shards()} - set(results):
             path.unlink(missing_ok=True)
 
     def _write_index(self) -> None:

@@ -5,49 +5,34 @@ byte for byte, at every stage and world size.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.files import (
+from zero_full.checkpoint.safetensors_writer import (
     TensorEntry,
     WeightFiles,
-    flush,
+    check_export,
+    check_file_name,
+    flush_part,
     new_part,
     open_part,
     part_of,
-    plain_name,
-    show,
+    publish_part,
 )
-from zero_full.checkpoint.selection import Selection, refuse_parts, select
+from zero_full.checkpoint.selection import Selection, check_unique_names, select
 from zero_full.shard.access.gathered_parameters import copy_on_cpu
-from zero_full.shard.group.parameters import FlatParameters, Member
+from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Deliver = Callable[[str, Tensor], None]  # the tensor may be freed after the call
-
-
-class Sink(Protocol):
-    """Destination of the full tensors, on rank 0."""
-
-    def begin(self) -> None:
-        """Prepare for the first tensor."""
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write or copy a full tensor. The caller may free it afterwards."""
-
-    def finish(self) -> None:
-        """Complete the export after the last tensor."""
-
-    def discard(self) -> None:
-        """Delete incomplete output."""
 
 
 @torch.no_grad()
@@ -70,18 +55,15 @@ def save_weights(
 
     Tied parameters are stored once. The header has their other names, as with `safetensors.torch`.
     """
-    filename = plain_name("filename", filename)
-    refuse_parts(optimizer)
+    filename = check_file_name("filename", filename)
+    check_unique_names(optimizer)
     selection = select(module, names)
     if selection.others:
         raise ValueError(
-            f"safetensors holds tensors only, and {', '.join(selection.others)} is or are none "
-            "(get_extra_state): leave it out with names=..., or save a .bin file"
+            f"safetensors holds tensors only, not the extra state {', '.join(selection.others)} "
+            "(get_extra_state). Leave it out with names=..., or save a .bin file"
         )
-    if max_shard_bytes < 1 or (dtype is not None and not dtype.is_floating_point):
-        raise ValueError(
-            f"max_shard_bytes must be positive and dtype floating-point, not {max_shard_bytes}, {dtype}"
-        )
+    check_export(dtype, max_shard_bytes)
     entries = [
         TensorEntry(
             name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape
@@ -105,8 +87,8 @@ def save_16bit_model(
     A name that ends with .safetensors selects that format. Any other name selects a file for `torch.load`,
     for which rank 0 needs memory for the whole model. Returns True, or raises on every rank.
     """
-    save_filename = plain_name("save_filename", save_filename)
-    refuse_parts(optimizer)
+    save_filename = check_file_name("save_filename", save_filename)
+    check_unique_names(optimizer)
     frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     skipped = frozen if exclude_frozen_parameters else set()
 
@@ -123,7 +105,9 @@ def save_16bit_model(
     return True
 
 
-def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: bool) -> None:
+def _export(
+    optimizer: ZeroOptimizer, selection: Selection, sink: "WeightFiles | _PickledFile", exact: bool
+) -> None:
     """Gather every selected tensor and write it to the sink on rank 0."""
     attempt = Attempt(optimizer, "save_weights")
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
@@ -137,7 +121,7 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
         if writes:
             attempt(sink.begin)
         attempt.agree()  # before anything is gathered
-        _pass_on(optimizer, selection, exact, deliver)
+        _gather(optimizer, selection, exact, deliver)
         if writes:
             attempt(sink.finish)
         attempt.agree()
@@ -147,38 +131,33 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
                 sink.discard()
 
 
-def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
+def _gather(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
     """Deliver every selected tensor in full, one flat buffer at a time. Every rank must call this."""
     names = selection.first_names()
     masters = {group.parameters: group.master.values for group in optimizer.trained} if exact else {}
     for flat in optimizer.parts.flats:
         members = {names.pop(m.param): m for m in flat.members if m.param in names}
         if members:
-            _pass_on_members(flat, masters.get(flat, flat.shard), members, deliver)
+            whole = _all_gather(flat, masters.get(flat, flat.shard))
+            for name, member in members.items():
+                deliver(name, whole[flat.layout.windows[member.index]].view(member.param.shape))
+            del whole  # before the next flat buffer is gathered
     for tensor, name in names.items():
         deliver(name, tensor)
 
 
-def _pass_on_members(
-    flat: FlatParameters, mine: Tensor, members: Mapping[str, Member], deliver: Deliver
-) -> None:
-    whole = _whole(flat, mine)
-    for name, member in members.items():
-        deliver(name, whole[flat.layout.windows[member.index]].view(member.param.shape))
-
-
-def _whole(flat: FlatParameters, mine: Tensor) -> Tensor:
+def _all_gather(flat: FlatParameters, shard: Tensor) -> Tensor:
     """All-gather the shards of a flat buffer without the quantization that `gather` may apply."""
-    if mine is flat.shard and not flat.released_at_rest:
+    if shard is flat.shard and not flat.released_at_rest:
         return flat.full
-    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=flat.kind.device)
-    flat.ranks.slice_of(whole).copy_(mine)
+    whole = torch.empty(flat.layout.total, dtype=shard.dtype, device=flat.kind.device)
+    flat.ranks.slice_of(whole).copy_(shard)
     flat.ranks.all_gather(whole, f"parameters {flat.name}")
     return whole
 
 
 class _PickledFile:
-    """A sink that collects a state dict and pickles it for `torch.load`."""
+    """Collects a state dict and pickles it for `torch.load`, in the steps of `WeightFiles`."""
 
     def __init__(self, path: Path, selection: Selection) -> None:
         self.path, self.selection = path, selection
@@ -196,8 +175,8 @@ class _PickledFile:
         state: dict[str, Any] = {n: self.kept[first[t]] for n, t in self.selection.tensors.items()}
         with open_part(self.path) as part:
             torch.save({**state, **self.selection.others}, part)
-        flush(self.path)
-        show(self.path)
+        flush_part(self.path)
+        publish_part(self.path)
 
     def discard(self) -> None:
         self.kept.clear()

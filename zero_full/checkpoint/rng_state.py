@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def states() -> dict[str, Any]:
+def rng_states() -> dict[str, Any]:
     """Return the generator states of Python, torch, numpy (if imported) and this rank's accelerator."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy: Any = sys.modules.get("numpy")
@@ -18,7 +18,7 @@ def states() -> dict[str, Any]:
     return found
 
 
-def check(found: dict[str, Any] | None) -> None:
+def check_rng_states(found: dict[str, Any] | None) -> None:
     """Raise if these states could not be restored."""
     if found is None:
         return
@@ -30,7 +30,7 @@ def check(found: dict[str, Any] | None) -> None:
         numpy.random.RandomState().set_state(found["numpy"])
 
 
-def restore(found: dict[str, Any]) -> None:
+def restore_rng_states(found: dict[str, Any]) -> None:
     """Set the generators to saved states. States of generators that this process lacks are skipped."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
