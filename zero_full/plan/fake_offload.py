@@ -61,7 +61,7 @@ class FakeHostTier(HostTier):
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store; for a plan on a CPU, the model's own memory."""
-        return ParamStore() if self.planned.type == "cpu" else FakeHostShelf(self.locks(self.planned))
+        return ParamStore() if self.planned.type == "cpu" else FakeHostParamStore(self.locks(self.planned))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FakeBlockTier(FakeHostTier, BlockTier):
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store in a spill file."""
-        return FakeFileShelf(self, super().param_store(device))
+        return FakeFileParamStore(self, super().param_store(device))
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
@@ -123,7 +123,7 @@ class FakeSlice(ParamSlice):
         return self.values.clone()
 
 
-class FakeHostShelf(ParamStore):
+class FakeHostParamStore(ParamStore):
     """Fake store of parameter slices in host memory."""
 
     is_offloaded = True
@@ -137,7 +137,7 @@ class FakeHostShelf(ParamStore):
         return FakeSlice(torch.empty_like(values))
 
 
-class FakeFileShelf(MemoryFirstStore):
+class FakeFileParamStore(MemoryFirstStore):
     """Fake store of parameter slices in a spill file.
 
     It takes staging buffers in the same order as a real run, so that their peak is known.
@@ -182,7 +182,7 @@ class FakeFileSlice(FakeSlice):
 
     kind = "disk"
 
-    def __init__(self, param_store: FakeFileShelf, values: Tensor) -> None:
+    def __init__(self, param_store: FakeFileParamStore, values: Tensor) -> None:
         super().__init__(values)
         self.param_store, self.room = param_store, max(whole_pages(values.nbytes), PAGE)
         self.numel = self.room // values.itemsize
@@ -227,6 +227,6 @@ class FakeFileSlice(FakeSlice):
 
 def page_locked(param_store: ParamStore) -> int:
     """Return the page-locked bytes of slices and staging buffers."""
-    if isinstance(param_store, FakeFileShelf):
+    if isinstance(param_store, FakeFileParamStore):
         return page_locked(param_store.in_memory) + (param_store.buffers if param_store.locks else 0)
-    return param_store.locked if isinstance(param_store, FakeHostShelf) else 0
+    return param_store.locked if isinstance(param_store, FakeHostParamStore) else 0

@@ -40,7 +40,7 @@ from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.optim.state_size import state_bytes
 from zero_full.plan.checkpoint_bytes import saved_bytes
-from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileShelf, fake_tier, page_locked
+from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileParamStore, fake_tier, page_locked
 from zero_full.plan.fake_peers import FakePeers
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
@@ -195,7 +195,7 @@ class Simulation:
         """Return the bytes of parameters read from the spill file and written to it so far."""
         return (
             (self.param_store.read, self.param_store.written)
-            if isinstance(self.param_store, FakeFileShelf)
+            if isinstance(self.param_store, FakeFileParamStore)
             else (0, 0)
         )
 
@@ -263,7 +263,7 @@ class Simulation:
             host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
         else:
             host += excess + self.early + self.aside
-        param_store = self.param_store if isinstance(self.param_store, FakeFileShelf) else None
+        param_store = self.param_store if isinstance(self.param_store, FakeFileParamStore) else None
         return {
             "host": host + (param_store.buffers if param_store else 0),
             "disk": state + (param_store.disk if param_store else 0),
