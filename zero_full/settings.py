@@ -17,30 +17,31 @@ class Gathering:
     """Options of stage 3 for all-gathering parameters. Numbers are counts of elements."""
 
     prefetch_numel: int = 50_000_000  # limit of prefetched parameters in flight; 0: no prefetch
-    max_live: int = 1_000_000_000  # limit of gathered parameters
-    max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays gathered after forward
+    max_live: int = 1_000_000_000  # limit of gathered parameters (stage3_max_live_parameters)
+    # A unit stays gathered after forward if backward needs it again within this many elements.
+    max_reuse: int = 1_000_000_000
     keep_numel: int = 100_000  # parameters up to this size are never sharded
     keep_total: int = sys.maxsize  # limit of all parameters that are not sharded
     node_ranks: int = 1  # consecutive ranks that keep a secondary shard for backward (hpZ)
     quantized_weights: bool = False  # quantize all-gathers (qwZ)
     quantized_gradients: bool = False  # quantize reduce-scatters (qgZ)
-    wrap: Callable[[str, nn.Module], bool] | None = None  # selects the modules that are units; None: by size
+    wrap: Callable[[str, nn.Module], bool] | None = None  # which modules to gather whole; None: by size
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a sharded run. Defaults are DeepSpeed's for options that both have."""
+    """Options of a sharded run. Options that DeepSpeed has, too, have its defaults."""
 
     stage: int = 1
     dtypes: Dtypes = field(default_factory=Dtypes)
-    bucket_numel: int = 500_000_000
+    bucket_numel: int = 500_000_000  # elements of a reduction bucket, at most
     overlap: bool = False  # overlap reductions with backward
     copy_on_arrival: bool = True  # contiguous_gradients: copy gradients into their bucket immediately
-    round_robin: bool = False
-    reduce_scatter: bool = True
-    prescale: bool = False
-    predivide: float = 1.0
-    average: bool = True
+    round_robin: bool = False  # round_robin_gradients: see `shard/deal/dealer.py`
+    reduce_scatter: bool = True  # False: all-reduce instead
+    prescale: bool = False  # divide gradients before they are summed, and not after
+    predivide: float = 1.0  # the part of the divisor that is applied before the sum
+    average: bool = True  # False: sum
     # Divisor of gradients of a plain loss.backward(); None: the number of micro-batches, which may change.
     plain_divisor: float | None = 1.0
     clip: float = 0.0  # largest gradient norm; 0: no clipping
@@ -64,7 +65,7 @@ class Settings:
         for name in ("bucket_numel", "predivide", "plain_divisor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be above 0, not {value!r}")
         if not 0 <= self.clip < inf:
             raise ValueError(f"clip must be a finite norm, or 0 for no clipping, not {self.clip!r}")
         if self.stage == 0 and self.tier.is_offloaded:
@@ -76,7 +77,7 @@ class Settings:
         if self.tier.delay_after is not None and self.param_tier.is_offloaded:
             raise ValueError(
                 "tier.delay_after and param_tier exclude each other: offloaded parameters are updated within "
-                "the step"
+                "the step. Leave one of them out"
             )
 
     @cached_property

@@ -43,7 +43,7 @@ def test_nvcc_is_asked_only_for_what_it_knows(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("text", "devices", "known", "reason"),
     [
-        ("80;hopper", (), NVCC_13_0, "'hopper' is no architecture"),
+        ("80;hopper", (), NVCC_13_0, "'hopper' is not a GPU architecture"),
         ("80;100", (), NVCC_12_0, "'80;100': nvcc does not support 100, only 50, 60"),
         ("", (), (200, 210), "nvcc supports none of 80;90;100.PTX, only 200, 210: set ZERO_FULL_CUDA_ARCHS"),
         ("", [(7, 0)], NVCC_13_0, r"does not support this GPU \(70\), only 75, .*CUDA_HOME"),

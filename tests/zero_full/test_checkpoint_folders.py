@@ -98,7 +98,7 @@ def loads_while(comm: Any, victim: int, place: Path) -> list[str]:
             return wrong if 0 < changed_already < at // 2 else [f"{changed_already} of {at} came late"]
         if told[0][1] != told[1][1] or "Input/output error" not in said or str(place) not in said:
             wrong.append(f"call {at}: {told}")
-        if state_of(engine) != before and "Some parameters are changed already: load again" not in said:
+        if state_of(engine) != before and "Some parameters are changed already" not in said:
             wrong.append(f"call {at}: the run has changed: {said}")
         changed_already += "changed already" in said
         engine.load_checkpoint(place)

@@ -194,10 +194,10 @@ def test_what_cannot_be_averaged_is_refused(changes: dict[str, Tensor], complain
 @pytest.mark.parametrize(
     ("tensors", "mask", "complaint"),
     [
-        ([(0, 11)], None, "ascending ranges of 10 elements"),
-        ([(0, 5), (4, 10)], None, "ascending ranges"),
-        ([(5, 4)], None, "ascending ranges"),
-        ([(-1, 4)], None, "ascending ranges"),
+        ([(0, 11)], None, "ranges within 10 elements"),
+        ([(0, 5), (4, 10)], None, "ascending and without overlap"),
+        ([(5, 4)], None, "ascending and without overlap"),
+        ([(-1, 4)], None, "ascending and without overlap"),
         (None, torch.ones(10), "a bool tensor of 10 elements, not torch.float32"),
         (None, torch.ones(9, dtype=torch.bool), r"not torch.bool of shape \(9,\)"),
     ],

@@ -230,7 +230,7 @@ def differs(comm: Any, how: str) -> str:
 @pytest.mark.parametrize("how", ["model", "buckets"])
 def test_ranks_with_different_models_or_buckets_fail_together_at_the_start(how: str) -> None:
     for answer in POOL.run(differs, 3, how, collective=10):
-        assert answer.startswith("DisagreementError: the ranks were given different arguments:\n")
+        assert answer.startswith("DisagreementError: models, optimizers or arguments differ between ranks:\n")
         if how == "buckets":
             assert "zero_optimization.reduce_bucket_size: 100 on ranks 0, 2; 200 on rank 1" in answer
         else:

@@ -86,7 +86,7 @@ def test_a_rank_knows_its_place(environment: dict[str, str], place: Any) -> None
     assert set(VARIABLES) <= found.variables.keys() and variables.items() <= found.variables.items()
 
 
-HALF = "not set: {}. So every process would train alone. Start with torchrun, or unset"
+HALF = "not set: {}. torch needs all of them; without them every process would train alone. Start"
 FOREIGN = "but torch does not read its variables, so every process would train alone. Start torchrun"
 
 
@@ -219,7 +219,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
 
 
 GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 have one device (GPU-0)"
-HOST = f"{SHARED}, but NCCL needs one for each rank: shards are staged in host memory (gloo)"
+HOST = f"{SHARED}, but NCCL needs a device for each rank: shards are staged in host memory (gloo)"
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ HOST = f"{SHARED}, but NCCL needs one for each rank: shards are staged in host m
         (
             "one card and NCCL",
             [
-                f"{SHARED}, but nccl needs one for each rank. Omit dist_backend, which stages shards in host "
-                "memory, or start no more processes on a host than it has devices"
+                f"{SHARED}, but nccl needs a device for each rank. Omit dist_backend, so that shards are "
+                "staged in host memory, or start no more processes on a host than it has devices"
             ]
             * 2,
         ),
@@ -304,7 +304,7 @@ def test_a_world_of_nccls_with_two_ranks_on_a_device_is_refused_before_nccl_is_u
         assert len(heard) == 2
         for text in heard:
             assert text.startswith(
-                "ranks 0, 2 have one device (a), but nccl needs one for each rank. Call zero_full.init"
+                "ranks 0, 2 have one device (a), but nccl needs a device for each rank. Call zero_full.init"
             )
 
 

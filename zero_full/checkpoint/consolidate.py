@@ -121,7 +121,7 @@ def _entries(source: Source, options: ExportOptions) -> tuple[dict[str, TensorEn
                 )
             keys[name], dtype = key, options.dtype_of(stored.dtype)
             if dtype not in CODES:
-                raise CheckpointError(f"{name} is {dtype}, which safetensors does not support")
+                raise CheckpointError(f"{source.path}: {name} is {dtype}, which safetensors does not support")
             entries[key] = TensorEntry(name, dtype, stored.shape)
     if not any(key.startswith(f"{PARAMETERS}/") for key in entries):
         reason = "all its parameters are frozen" if left_out else "it has no parameters"

@@ -343,7 +343,11 @@ class CheckpointLoad:
             attempt(self._restore_rng)
             attempt.agree()
         except Exception as error:
-            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
+            told = f"{error}. Some parameters are changed already and others are not. Load a checkpoint again"
+            if not isinstance(error, CheckpointError):
+                raise CheckpointError(told) from error
+            error.args = (told,)  # the error itself, which is marked to be printed by one rank only
+            raise
 
     def fill(self) -> None:
         """Read this rank's ranges. `finish` updates the parameters when all ranks are done."""

@@ -142,12 +142,14 @@ class RankFile:
         except OSError as error:
             raise CheckpointError(str(error)) from error
         except Exception as error:  # a damaged file can cause any exception in decoding
-            raise CheckpointError(f"{described_in} is damaged: {error!r}") from error
+            raise CheckpointError(
+                f"{described_in} is damaged ({type(error).__name__}: {error}). Load another tag"
+            ) from error
 
     def _parse(self, description: Mapping[str, Any]) -> None:
         self.blocks: list[int] = description["blocks"]
         if len(self.blocks) != -(-self.data.size // disk.BLOCK):
-            raise ValueError(f"it has {len(self.blocks)} checksums for {self.data.size} bytes")
+            raise ValueError(f"{len(self.blocks)} block checksums do not fit {self.data.size} bytes of data")
         self.ranges = [self._range(key, *each) for key, each in description["tensors"].items()]
         self.plain_tensors = [(DTYPES[code], shape, at) for code, shape, at in description["aside"]]
         self.plain = decode(description["plain"], self._plain_tensor)

@@ -104,9 +104,16 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     tensor = StoredTensor(first.shape, first.dtype, tuple((each.start, each.stop) for each in ranges))
     ends = ranges[0].start == 0 and ranges[-1].stop == tensor.numel
     if not ends or any(one.stop != other.start for one, other in pairwise(ranges)):
-        raise CheckpointError(f"{path}: {key} is incomplete: the files have elements {tensor.pieces}")
-    if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in ranges):
-        raise CheckpointError(f"{path}: {key} has another shape or dtype in {ranges[-1].file.path}")
+        raise CheckpointError(
+            f"{path} is damaged: the files have elements {tensor.pieces} of {key}, which has {tensor.numel}. "
+            "Load another tag"
+        )
+    for each in ranges:
+        if (each.shape, each.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{path} is damaged: {key} has shape {first.shape} and {first.dtype} in {first.file.path}, "
+                f"but {each.shape} and {each.dtype} in {each.file.path}. Load another tag"
+            )
     return tensor
 
 

@@ -298,7 +298,10 @@ def _sent_elements(
     """How many elements of each tensor are sent, and the mask of them; None if these are the first ones."""
     ends = [0, *(stop for _, stop in ranges)]
     if not all(before <= start <= stop <= numel for before, (start, stop) in zip(ends, ranges, strict=False)):
-        raise ValueError(f"tensors must be ascending ranges of {numel} elements, not {list(ranges)}")
+        raise ValueError(
+            f"tensors must be (start, stop) ranges within {numel} elements, ascending and without overlap, "
+            f"not {list(ranges)}"
+        )
     if mask is None and all(before == start for before, (start, _) in zip(ends, ranges, strict=False)):
         return [stop - start for start, stop in ranges], None
     live = torch.zeros(numel, dtype=torch.bool)

@@ -4,7 +4,7 @@ NCCL fails with two ranks on one device. Here slices are copied to the host, exc
 are (`shared_memory.py`, else `transport.py`), and copied back. The host waits for every copy, so a collective
 is complete when its call returns, and overlaps nothing. Meanwhile the device works for the other ranks.
 
-A collective larger than the staging buffer passes in pieces, which bounds pinned memory.
+A collective larger than the staging buffer is made in pieces, which bounds pinned memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from zero_full.errors import AbsentError, DesyncError
 log = logging.getLogger("zero_full")
 WARN_AFTER_S = 10.0  # how long a rank waits before it warns
 STUCK_AFTER_S = 1.0  # how long this rank and others wait for each other before it raises
-EVERY_RANK = "Every rank must make this call, not `if rank == 0`"
+EVERY_RANK = "Every rank must make this call, not only one inside `if rank == 0`"
 
 
 class UserCalls:
@@ -75,7 +75,8 @@ class UserCalls:
             self.stuck_since = time.monotonic()
         elif now - self.stuck_since > STUCK_AFTER_S:
             raise self._desync_error(
-                f", while ranks {awaited_by} wait for this one in a collective of the training"
+                f", while ranks {awaited_by} wait for rank {self.rank} in a collective of forward, backward "
+                "or step"
             )
         if now - self.started > WARN_AFTER_S and not self.has_warned:
             self.has_warned = True

@@ -21,10 +21,11 @@ log = logging.getLogger("zero_full")
 
 # DeepSpeed's other arguments, and why they have no effect.
 DECIDED_LATER = "initialize decides that"
+WITHOUT_WARNING = ("config", "config_dict_or_path")  # which `initialize` gets, too
 IGNORED_ARGUMENTS = {
     "mem_efficient_linear": "nn.Linear stays as it is",
     "pin_memory": "nothing is on the host",
-    **dict.fromkeys(("config", "config_dict_or_path", "data_parallel_group", "mpu"), DECIDED_LATER),
+    **dict.fromkeys((*WITHOUT_WARNING, "data_parallel_group", "mpu"), DECIDED_LATER),
     **dict.fromkeys(("sequence_data_parallel_group", "zero_param_parallel_group"), DECIDED_LATER),
     **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), DECIDED_LATER),
 }
@@ -38,10 +39,10 @@ class Init:
     equal those of plain construction on the first rank's CPU.
 
     module    a model that exists already; then nothing is recorded
-    enabled   False: construct as usual
+    enabled   False: record nothing; `dtype` still applies
     dtype     the floating-point dtype to construct in; None: torch's default dtype
     weights   a safetensors file, index or directory with initial values; each rank reads only its shards
-    others    DeepSpeed's other arguments, which have no effect and cause a warning with the reason
+    others    DeepSpeed's other arguments, which have no effect; all but the configuration cause a warning
 
     A nested context joins the outer one. Consecutive contexts share one recording, until a model is
     initialized.
@@ -59,7 +60,7 @@ class Init:
         unknown = sorted(others.keys() - IGNORED_ARGUMENTS.keys())
         if unknown:
             raise TypeError(f"Init has no argument {', '.join(unknown)}")
-        for name in others.keys() - {"config_dict_or_path", "config"}:
+        for name in others.keys() - set(WITHOUT_WARNING):
             log.warning("Init(%s=...) has no effect: %s", name, IGNORED_ARGUMENTS[name])
         self.enabled, self.dtype, self.weights = enabled and module is None, dtype, weights
         self._stacks: list[ExitStack] = []
@@ -87,12 +88,12 @@ class Init:
         if local.pauses:
             raise RuntimeError(
                 "zero_full.Init was entered inside GatheredParameters, where nothing is recorded. Leave "
-                "GatheredParameters before constructing a model."
+                "GatheredParameters before constructing a model"
             )
         if local.session is None or local.session.is_over:
             self._begin(stack, usual_dtype)
         elif self.weights is not None:
-            raise ValueError("Init(weights=...) is inside another Init. Pass the weights to the outer one.")
+            raise ValueError("Init(weights=...) is inside another Init. Pass the weights to the outer one")
 
     def _begin(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
         session = stack.enter_context(Session(latest(), constructs=True))

@@ -247,7 +247,11 @@ class Player:
 
     def _storage(self, value: Value) -> torch.UntypedStorage:
         if value in self.absent:
-            raise RuntimeError(f"{self.names([value])}: on the CPU, its operation has no such result.")
+            raise RuntimeError(
+                f"{self.names([value])} is made from an output that torch leaves empty on the CPU, where "
+                "zero_full.Init replays operations. Make it from other values, or construct the model "
+                "without zero_full.Init"
+            )
         if value not in self.real:
             room = torch.empty(value.storage.nbytes(), dtype=torch.uint8, device=CPU)
             self.real[value] = room.untyped_storage()

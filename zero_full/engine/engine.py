@@ -355,8 +355,8 @@ class Engine(DeepSpeedQueries):
             raise RuntimeError("set_train_batch_size inside a step: call it between steps")
         if train_batch_size < 1 or train_batch_size % each:
             raise ValueError(
-                f"train_batch_size {train_batch_size} is not a multiple of {each}, which is micro-batch x "
-                "ranks"
+                f"train_batch_size {train_batch_size} is not a multiple of {each} (micro-batch size x ranks) "
+                "above 0"
             )
         self.accumulation.micro_batches, self.micro_steps = train_batch_size // each, 0
 

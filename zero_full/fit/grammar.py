@@ -15,7 +15,7 @@ whose condition holds is used. After an empty line come the modules, nested by i
 
     lm_head: vocabulary width same if tied; vocabulary
 
-is a module with a matrix `weight`, which is the model's first parameter again if `tied`, and a vector `bias`.
+is a module with a matrix `weight`, which the model's first parameter shares if `tied`, and a vector `bias`.
 `.name: ...` is another parameter of the module itself. `*layers` is a list of that many modules, which is
 never called itself. Sizes are sums of products, and `/` must leave no remainder.
 """

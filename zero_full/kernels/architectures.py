@@ -22,7 +22,7 @@ def parse(text: str) -> tuple[str, ...]:
         match = re.fullmatch(r"(\d+)\.?(\d?)(a?)(\+PTX)?", each)
         if not match:
             raise BuildError(
-                f"{VARIABLE}={text!r}: {each!r} is no architecture. Write 90, 9.0, 90a or 90+PTX"
+                f"{VARIABLE}={text!r}: {each!r} is not a GPU architecture. Write 90, 9.0, 90a or 90+PTX"
             )
         found.append("".join(match.groups(default="")))
     return tuple(found)

@@ -78,7 +78,10 @@ def torch_home() -> Path:
     for path in candidates:
         if (path / "include/torch/csrc/stable/library.h").exists():
             return path
-    raise BuildError("torch (with its headers) is not installed in this environment yet")
+    raise BuildError(
+        "no headers of torch 2.11 or newer (torch/csrc/stable/library.h) in "
+        f"{', '.join(map(str, candidates))}. Install torch in this environment"
+    )
 
 
 @functools.cache

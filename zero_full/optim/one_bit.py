@@ -96,7 +96,8 @@ def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
     masks = [given] if isinstance(given, Tensor) and len(params) == 1 else given
     if not isinstance(masks, list | tuple) or len(masks) != len(params):
         raise ValueError(
-            f"{MASK} must be a list with a mask or None for each of its group's {len(params)} parameters"
+            f"{MASK} must be a list with a tensor or None for each of the {len(params)} parameters of its "
+            "group"
         )
     made: list[Tensor | None] = []
     for place, (mask, param) in enumerate(zip(masks, params, strict=True)):

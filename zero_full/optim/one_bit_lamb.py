@@ -4,8 +4,8 @@
 that ratio would follow the noise of the signs. So the warm-up steps average each parameter's coefficient, and
 later steps multiply this mean by a factor that follows the size of gradients. Two successive averaged momenta
 give the averaged gradient between them, and from it a variance that is still updated (`exp_avg_sq_fresh`)
-beside the frozen one. The factor is the largest ratio of their roots, within bounds, and changes by a small
-part from step to step.
+beside the frozen one. The factor is the largest ratio of the frozen variance's root to the fresh one's,
+within bounds, and changes by a small part from step to step.
 """
 
 import zlib
@@ -40,13 +40,13 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
 
     `lamb_coeffs` and `get_lamb_coeffs()` return the coefficients of the last step, as in `Lamb`.
 
-    Stage 0 only. Differences to DeepSpeed 0.19.6: its `bias_correction` and `eps_inside_sqrt` have no effect
-    and the bias is never corrected (bias_correction=False here); its mean of a coefficient begins at zero,
-    which a short `freeze_step` does not make up for; a parameter without a coefficient never moves
-    afterwards; elements that never had a gradient keep the factor from falling below 1; one scale serves a
-    whole group; each rank clips by its own norm; a resumed run forgets the errors.
+    Works at stage 0 only. In DeepSpeed 0.19.6, unlike here: `bias_correction` and `eps_inside_sqrt` have no
+    effect, and the bias is never corrected (bias_correction=False here); the mean of a coefficient begins at
+    zero, and a short `freeze_step` leaves it too small; a parameter without a coefficient never moves after
+    the warm-up; elements that never had a gradient keep the factor from falling below 1; one scale serves a
+    whole parameter group; each rank clips by its own norm; a resumed run starts without compression errors.
 
-    A parameter that has no gradient in a step of the second phase, and had one before, is stepped as if its
+    A parameter that has no gradient in a step after the warm-up, and had one before, is stepped as if its
     gradient were zero.
     """
 

@@ -4,7 +4,8 @@ torch reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. Other launche
 they were ignored, every process would silently train alone. So an incomplete set of variables, or another
 launcher's, raises an error that says what to write instead.
 
-The doctor calls `read_launcher` on machines without torch, so this module imports torch inside functions.
+`python -m zero_full doctor` calls `read_launcher` on machines without torch. So this module imports torch
+inside functions.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def read_launcher(
 ) -> LaunchedRank | None:
     """Return this process's rank. None if it runs alone; LaunchError if the variables are ambiguous.
 
-    discover        also read Open MPI's variables, if they are sufficient
+    discover        also read Open MPI's variables, if they give a rank and an address
     port            the default of MASTER_PORT
     address_needed  MASTER_ADDR and MASTER_PORT must be set; False: the caller has an `init_method`
     """
@@ -85,7 +86,8 @@ def read_launcher(
     if some := [name for name in RANK_VARIABLES if name in given]:
         absent = [name for name in needed if name not in given]
         raise LaunchError(
-            f"set: {', '.join(some)}; not set: {', '.join(absent)}. So every process would train alone. "
+            f"set: {', '.join(some)}; not set: {', '.join(absent)}. torch needs all of them; without them "
+            "every process would train alone. "
             f"Start with torchrun, or unset {', '.join(some)} to run one process"
         )
     for launcher in FOREIGN_LAUNCHERS:
@@ -123,22 +125,25 @@ def _from_foreign(
     discover: bool,
     port: int,
 ) -> LaunchedRank:
-    values = [environment.get(name, "") for name in (launcher.rank, launcher.local_rank, launcher.local_size)]
-    address = given.get("MASTER_ADDR") or (LOCALHOST if values[2] == str(size) else None)
-    readable = bool(launcher.local_size) and values[0].isdecimal() and values[1].isdecimal()
-    if not (discover and readable and address):
-        raise LaunchError(_foreign_launcher_message(launcher, size, environment, discover and readable))
-    found = {"RANK": values[0], "WORLD_SIZE": str(size), "LOCAL_RANK": values[1]}
+    """Return the rank that another launcher has set; LaunchError if it cannot be used."""
+    names = (launcher.rank, launcher.local_rank, launcher.local_size)
+    rank, local_rank, local_size = (environment.get(name, "") for name in names)
+    address = given.get("MASTER_ADDR") or (LOCALHOST if local_size == str(size) else None)
+    has_rank = bool(launcher.local_size) and rank.isdecimal() and local_rank.isdecimal()
+    if not (discover and has_rank and address):
+        raise LaunchError(_foreign_launcher_message(launcher, size, environment, discover and has_rank))
+    found = {"RANK": rank, "WORLD_SIZE": str(size), "LOCAL_RANK": local_rank}
     found |= {"MASTER_ADDR": address, "MASTER_PORT": given.get("MASTER_PORT", str(port))}
     return LaunchedRank(*_parse_rank(found), launcher.name, found)
 
 
 def _foreign_launcher_message(
-    launcher: ForeignLauncher, size: int, environment: Mapping[str, str], only_address: bool
+    launcher: ForeignLauncher, size: int, environment: Mapping[str, str], only_address_is_missing: bool
 ) -> str:
+    """Say why the launcher's variables cannot be used, and what to start instead."""
     variable = next(name for name in launcher.sizes if environment.get(name) == str(size))
     started = f"{variable}={size}: {launcher.name} has started {size} processes"
-    if only_address:
+    if only_address_is_missing:
         return (
             f"{started} on several hosts, and MASTER_ADDR is not set. Add -x MASTER_ADDR=<first host> "
             f"-x MASTER_PORT={PORT} to mpirun, or start torchrun on each host"
@@ -294,31 +299,33 @@ def _backend_for_devices(store: Any, rank: int, world_size: int, requested: str 
         return requested
     if requested is not None:
         raise LaunchError(
-            f"{describe_shared(shared)}, but {requested} needs one for each rank. Omit dist_backend, which "
-            "stages shards in host memory, or start no more processes on a host than it has devices"
+            f"{describe_shared(shared)}, but {requested} needs a device for each rank. Omit dist_backend, so "
+            "that shards are staged in host memory, or start no more processes on a host than it has devices"
         )
     if not os.environ.get("LOCAL_RANK") and torch.accelerator.device_count() > 1:
         raise LaunchError(
-            f"{describe_shared(shared)}, though {torch.accelerator.device_count()} are visible, because "
-            "LOCAL_RANK is not set. Set it to each process's rank on its host, or call "
+            f"{describe_shared(shared)}, though {torch.accelerator.device_count()} devices are visible, "
+            "because LOCAL_RANK is not set. Set it to each process's rank on its host, or call "
             "torch.accelerator.set_device_index first"
         )
     if rank == 0:
         log.warning(
-            "%s, but NCCL needs one for each rank: shards are staged in host memory (gloo)",
+            "%s, but NCCL needs a device for each rank: shards are staged in host memory (gloo)",
             describe_shared(shared),
         )
     return f"cpu:gloo,{device.type}:gloo"
 
 
 def _tear_down() -> None:
+    """Destroy the process group at exit, with a time limit after an uncaught exception."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         destroying = threading.Thread(target=_destroy, daemon=True)
         destroying.start()
         # Destroying may wait for collectives that never end, if this rank has raised in the middle of one.
-        destroying.join(TEARDOWN_S if hasattr(sys, "last_value") else None)
+        failed = hasattr(sys, "last_value")  # set by an uncaught exception
+        destroying.join(TEARDOWN_S if failed else None)
     # A gloo thread may still wait for the GIL, to free the last collective's tensors. A thread that waits for
     # the GIL while the interpreter shuts down is killed, which aborts the process. The sleep yields the GIL.
     time.sleep(0.05)

@@ -42,7 +42,7 @@ def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
 
 
 def members_of(topology: Topology) -> list[int]:
-    """Return the global ranks in these groups, sorted."""
+    """Return the global ranks that have the same parameters, sorted."""
     return sorted({rank for group in groups_of(topology) for rank in dist.get_process_group_ranks(group)})
 
 
@@ -108,7 +108,7 @@ def check_shared_devices(topology: Topology, device: torch.device) -> None:
     shared = shared_devices(_store_of_call("devices", ranks), ranks, this_rank(), device)
     if shared:
         raise SharedDeviceError(
-            f"{describe_shared(shared)}, but {backend} needs one for each rank. Call "
+            f"{describe_shared(shared)}, but {backend} needs a device for each rank. Call "
             "zero_full.init_distributed() instead of torch.distributed.init_process_group: then ranks that "
             "share a device stage shards in host memory. Or give each rank its own device: "
             "torch.accelerator.set_device_index(...)"
@@ -120,7 +120,8 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     result, failure = None, None
     try:
         result = act()
-    except (DesyncError, SharedDeviceError):  # a rank is missing, or all ranks raise this: do not gather
+    # DesyncError: a rank is missing, so gathering would hang. SharedDeviceError: all ranks raise it.
+    except (DesyncError, SharedDeviceError):
         raise
     except Exception as error:
         failure = error
@@ -134,7 +135,7 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
 
 
 def _ranks_with(text: str, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that failed with this text. With the first text come the ranks that did not fail."""
+    """Return the ranks that failed with this text. Ranks that did not fail raise the first text, too."""
     alike = [rank for rank in failures if failures[rank] == text]
     is_first = text == next(iter(failures.values()))
     return alike + [rank for rank in ranks if rank not in failures and is_first]
@@ -158,7 +159,7 @@ def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str =
         return
     mine = {key: value for name in differing for key, value in sections[name].items() if name != may_differ}
     error = DisagreementError(
-        _disagreement(gather_objects(mine, topology), "the ranks were given different arguments:")
+        _disagreement(gather_objects(mine, topology), "models, optimizers or arguments differ between ranks:")
     )
     raise print_once(error, members_of(topology))
 

@@ -381,13 +381,15 @@ class RankPart:
             if chunk.key not in self.tensors:
                 raise ValueError(f"the saved state of this rank lacks {name}. {SAME}")
             if self.shapes[chunk.key] != chunk.shape:
-                raise ValueError(f"{name} has shape {chunk.shape}, but was saved as {self.shapes[chunk.key]}")
+                raise ValueError(
+                    f"{name} has shape {chunk.shape}, but was saved as {self.shapes[chunk.key]}. {SAME}"
+                )
             start = self.tensors[chunk.key]["start"]
             stop = start + self.tensors[chunk.key]["values"].numel()
             if not start <= chunk.start <= chunk.stop <= stop:
                 raise ValueError(
-                    f"{name}: this rank owns elements {(chunk.start, chunk.stop)}, but the saved state has "
-                    f"{(start, stop)}. {SAME}"
+                    f"{name}: this rank owns elements {chunk.start} to {chunk.stop}, but the saved state has "
+                    f"{start} to {stop}. {SAME}"
                 )
 
     def read(self, chunks: Sequence[Chunk]) -> None:

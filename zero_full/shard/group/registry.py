@@ -23,8 +23,8 @@ def check_unowned(named: Iterable[tuple[str, Parameter]]) -> None:
     for name, param in named:
         if owner_of(param) is not None:
             raise ValueError(
-                f"{name} already belongs to an engine. Call its destroy() before you initialize another one "
-                "with the same model"
+                f"{name} already belongs to an engine. Call that engine's destroy() before you initialize "
+                "another one with the same model"
             )
 
 

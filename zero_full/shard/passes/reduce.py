@@ -4,11 +4,11 @@ All ranks reduce the same groups in the same order, although their gradients may
 group is reduced when it and all groups before it in the list are complete. The rest follows at the end of
 backward.
 
-At stage 3 a module's backward hook reports that its parameters' gradients are complete, see `complete` and
+At stage 3 a module's backward hook reports that its parameters' gradients are complete. See `complete` and
 `gather.py`.
 
 A parameter that is used in two recomputed parts (see [Note: recomputed parts]) gets two gradients, which
-autograd adds up. Once such a part is seen, groups are reduced only at the end of the whole pass.
+autograd adds up. Once a recomputed part is seen, groups are reduced only at the end of the whole pass.
 """
 
 import logging
@@ -117,14 +117,14 @@ class GradientState:
                 f"backward added gradients with loss scale {scale:g} to gradients of the last step with loss "
                 f"scale {self.scale_left:g}. Call zero_grad after every step"
             )
-        return scale, self.averages is None or self._are_averaged()
+        return scale, self._decide_averaged()
 
     def factor(self, norm: float | None, clip: float) -> float:
         """Return the factor of a step's gradients: 1 / scale, times `clip` / norm if that is below 1."""
         factor = 1.0 / self.scale
         return factor * min(1.0, clip / (norm + EPSILON)) if clip > 0 and norm is not None else factor
 
-    def _are_averaged(self) -> bool:
+    def _decide_averaged(self) -> bool:
         """Return whether the next step needs averaged gradients; raise if the last one left own ones."""
         averaged = self.averages is None or self.averages()
         if self.are_own and averaged:
@@ -138,7 +138,7 @@ class GradientState:
     def begin_pass(self) -> None:
         """Apply the last step's clipping to its gradients, because backward adds to clipped ones in torch."""
         if self.are_own:
-            self._are_averaged()
+            self._decide_averaged()
         if self.unclipped != 1.0:
             self.multiply(self.unclipped)
             self.unclipped = 1.0
@@ -207,9 +207,8 @@ class GradientReducer:
         self._sort()
         # State of the whole run.
         self.trail = 0  # checksum of the reduced groups in their order, equal on every rank
-        self.patient: set[TrainedGroup] = (
-            set()
-        )  # groups reduced only when a pass ends, after late gradients; equal on every rank
+        # Groups reduced only when a pass ends, after late gradients; equal on every rank.
+        self.patient: set[TrainedGroup] = set()
         self.has_warned = False  # the warning about `torch.autograd.grad` was logged
         # State since the last step.
         self.began = False  # there was a backward pass
@@ -418,9 +417,8 @@ class GradientReducer:
         gradients = group.gradients
         # Without a backward pass, what is in `param.grad` was written by user code and is not to be averaged.
         detached = gradients.detach() if self.began else []
-        read = [
-            gradient for _, gradient in detached
-        ]  # tensors that the lane must keep alive until the job is done
+        # Tensors that the lane must keep alive until the job is done.
+        read = [gradient for _, gradient in detached]
         for tensor in (gradients.local_grads, gradients.grad_slice):
             if tensor is not None:
                 read.append(tensor)
@@ -462,10 +460,7 @@ class GradientReducer:
 
     def _show_gradients(self) -> None:
         """Put placeholders into `param.grad`, or averaged gradients for an optimizer that user code steps."""
-        members = []
-        for member in self.used:
-            if not self.place[member.param][0].gradients.uses_param_grad:
-                members.append(member)
+        members = [m for m in self.used if not self.place[m.param][0].gradients.uses_param_grad]
         if self.hands_back and self.syncing and self.backward.is_boundary:
             self.reduce_late()
             for member in members:
@@ -513,11 +508,7 @@ class GradientReducer:
     @property
     def late(self) -> list[TrainedGroup]:
         """The groups that have got gradients on this rank after their reduction."""
-        late = []
-        for group in self.groups:
-            if group.gradients.arrived and not self.unreduced:
-                late.append(group)
-        return late
+        return [] if self.unreduced else [group for group in self.groups if group.gradients.arrived]
 
     def settle(self) -> None:
         """Reduce late gradients, if all others are reduced. Every rank must call this."""
@@ -531,10 +522,11 @@ class GradientReducer:
         A parameter may be used outside of its module, or again in a recomputed part. From now on such a group
         is `patient`: it is reduced when the pass ends.
         """
+        late = set(self.late)
         pairs = dict.fromkeys((group.ranks, group.across) for group in self.groups)
         for ranks, across in pairs:
             theirs = [group for group in self.groups if (group.ranks, group.across) == (ranks, across)]
-            flags = torch.tensor([float(group in self.late) for group in theirs], device=ranks.device)
+            flags = torch.tensor([float(group in late) for group in theirs], device=ranks.device)
             # By the sum all ranks know which groups to reduce, whichever rank has the late gradients.
             for communicator in (ranks, across):
                 communicator.sum_numbers(flags, "gradients that came late")
@@ -548,7 +540,8 @@ class GradientReducer:
     def find_user_changes(self) -> Found:
         """Find gradients that user code cleared or wrote since the last backward pass, before a step.
 
-        Cleared gradients are set to zero. Written ones are returned, for `put`.
+        Cleared gradients are set to zero. Written ones are returned, for `put`. Raises RuntimeError for
+        written gradients under a loss scale, and for gradients of parameters that were always frozen.
         """
         if self.sleepers or self.woken or self.alone:
             self._catch_up()
@@ -626,9 +619,8 @@ class GradientReducer:
         """Set a gradient to zero that user code has cleared, and note it for the comparison between ranks."""
         gradients = self.place[member.param][0].gradients
         gradients.drop(member)
-        if (
-            gradients.has_peers and gradients.slice_is_valid
-        ):  # else it is one addend of an average to come, which ranks may clear independently
+        # Without a valid slice it is one addend of an average to come, which ranks may clear independently.
+        if gradients.has_peers and gradients.slice_is_valid:
             self.written.note(GRADIENT, member, CLEARED)
         self.zeroed.add(member)
         if self.zeroed >= self.used:
@@ -651,7 +643,7 @@ class GradientReducer:
 
     def forget(self) -> None:
         """Discard the gradients of all passes, after a step or to repeat one."""
-        # Wait first: the queued collectives read and write the buffers.
+        # Wait first: the queued collectives read and write the buffers. If one fails, none stays queued.
         pending, self.pending = self.pending, []
         for job in pending:
             job.wait()
