@@ -48,7 +48,7 @@ class Deferred:
         self.model, self.device = model, device
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
-            _check_constructed(name, tensor)
+            _check_constructed(name, tensor, device)
         check_no_overlap(_memory_ranges(self.named))
         # Shapes and dtypes of construction, which `initialize` has compared between ranks. Sharding may
         # change a parameter's dtype later.
@@ -187,14 +187,14 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
 # Checks ----------------------------------------------------------------------------------------------
 
 
-def _check_constructed(name: str, tensor: Tensor) -> None:
+def _check_constructed(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor in opened:
         raise RuntimeError(f"{name} is inside GatheredParameters. Leave that context before initialize.")
     if isinstance(tensor, Recorded):
         return
     if is_empty_shell(tensor):
         raise ValueError(f"{name}: {UNRECORDED_ASSIGNMENT}")
-    if tensor.is_meta:
+    if tensor.is_meta and device.type != "meta":  # a memory plan is of a model without values
         raise ValueError(
             f"{name} is on the meta device, so its values are unknown. Construct the model inside "
             "zero_full.Init()."

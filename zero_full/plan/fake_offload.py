@@ -39,11 +39,11 @@ class FakeHostTier(HostTier):
     planned: torch.device = field(kw_only=True)
     tracker: MemoryTracker = field(kw_only=True)
 
-    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+    def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
         """Return the tier without options that step at another time than `step`."""
         return replace(self, step_early=False, early_bytes=None, delay_after=None)
 
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make a tensor without memory."""
         with self.tracker.counting(None):
             return torch.empty(numel, dtype=dtype, device=META)
@@ -57,7 +57,7 @@ class FakeHostTier(HostTier):
         """Return the host-device copies of the planned device, which complete immediately."""
         if self.planned.type == "cpu":
             return None
-        return Flow(self.room, device, (FakeCopier(), FakeCopier()), sums, lambda name: InlineLane())
+        return Flow(self.allocate, device, (FakeCopier(), FakeCopier()), sums, lambda name: InlineLane())
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store; for a plan on a CPU, the model's own memory."""
@@ -72,11 +72,11 @@ class FakeBlockTier(FakeHostTier, BlockTier):
     blocks: list[list[int]] = field(default_factory=list)
     moves = True
 
-    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+    def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
         """Return the tier itself."""
         return self
 
-    def in_turn(
+    def load_parts(
         self, parts: Sequence[Sequence[Any]], tensors_of: Callable[[Any], list[Tensor]]
     ) -> Generator[Sequence[Any]]:
         """Yield each part, and record the sizes of its blocks in the file after the step."""
@@ -131,7 +131,7 @@ class FakeHostParamStore(ParamStore):
     def __init__(self, locks: bool) -> None:
         self.locks, self.locked = locks, 0  # bytes
 
-    def put(self, values: Tensor) -> ParamSlice:
+    def add(self, values: Tensor) -> ParamSlice:
         """Store a slice without allocating memory."""
         self.locked += Places([values.nbytes]).size if self.locks else 0
         return FakeSlice(torch.empty_like(values))
@@ -147,14 +147,14 @@ class FakeFileParamStore(MemoryFirstStore):
 
     def __init__(self, tier: FakeBlockTier, in_memory: ParamStore) -> None:
         super().__init__(tier.memory_numel, in_memory)
-        self.reach, self.tracker, self.planned = tier.buffer_numel, tier.tracker, tier.planned
+        self.prefetch_numel, self.tracker, self.planned = tier.buffer_numel, tier.tracker, tier.planned
         self.locks = tier.locks(tier.planned)  # staging buffers are page-locked
         self.disk = self.read = self.written = 0  # bytes
         self.used: list[FakeFileSlice] = []  # slices that have a staging buffer
         self.ahead: list[FakeFileSlice] = []  # prefetched slices, not used yet
         self.buffers = 0  # peak bytes of staging buffers
 
-    def put(self, values: Tensor) -> ParamSlice:
+    def add(self, values: Tensor) -> ParamSlice:
         """Store a slice in the file."""
         made = FakeFileSlice(self, torch.empty_like(values))
         self.disk += made.room
@@ -162,7 +162,7 @@ class FakeFileParamStore(MemoryFirstStore):
 
     def take(self, slice_: "FakeFileSlice", ahead: bool) -> bool:
         """Take a staging buffer for a slice. Returns False for a prefetch if the buffers are in use."""
-        if sum(each.numel for each in self.used) + slice_.numel > self.reach:
+        if sum(each.numel for each in self.used) + slice_.numel > self.prefetch_numel:
             if ahead:
                 return False
             self.cancel_prefetches()
@@ -187,14 +187,14 @@ class FakeFileSlice(FakeSlice):
         self.param_store, self.room = param_store, max(whole_pages(values.nbytes), PAGE)
         self.numel = self.room // values.itemsize
 
-    def begin(self, ahead: bool = False) -> bool:
-        """Begin to read: take a staging buffer. `ahead`: as a prefetch. Returns False without a buffer."""
+    def start_read(self, optional: bool = False) -> bool:
+        """Take a staging buffer. `optional`: it is a prefetch. Returns False without a buffer."""
         if self not in self.param_store.used:
-            if not self.param_store.take(self, ahead):
+            if not self.param_store.take(self, optional):
                 return False
-            if ahead:
+            if optional:
                 self.param_store.ahead.append(self)
-        if not ahead and self in self.param_store.ahead:
+        if not optional and self in self.param_store.ahead:
             self.param_store.ahead.remove(self)
         return True
 
@@ -205,7 +205,7 @@ class FakeFileSlice(FakeSlice):
         super().copy_to(place)
 
     def _read(self) -> None:
-        self.begin()
+        self.start_read()
         self.param_store.read += self.room
 
     def fetch(self, device: torch.device) -> Tensor:
@@ -218,7 +218,7 @@ class FakeFileSlice(FakeSlice):
     def update(self, updated: Tensor) -> None:
         """Write new values to the file from a staging buffer."""
         if updated is not self.values:
-            self.begin()
+            self.start_read()
             self.param_store.written += self.room
         if self in self.param_store.used:
             self.param_store.used.remove(self)

@@ -98,7 +98,8 @@ class BackwardPass:
         self.at_end: list[Callable[[], None]] = []
         self.running = False
         self.failed = False  # the last pass has raised
-        self.is_boundary = True  # the pass is the step's last (accumulation boundary)
+        # The pass is the step's last (accumulation boundary). Before any pass: as other ranks' first pass.
+        self.is_boundary = accumulation.managed
         self.count = 0  # number of passes that produced gradients
         self.divided = False  # the loss was divided by the number of micro-batches...
         self.scaled = False  # ...and multiplied by the loss scale, by the engine or `scale`

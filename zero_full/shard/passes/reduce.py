@@ -488,6 +488,8 @@ class GradientReducer:
         """
         if self.backward.running:
             self.backward.end()
+        if not self.began:
+            self.launched.clear()  # of an earlier step that had no gradients either
         if self.unreduced or not self.began:
             self._reduce_rest()
         for group in self.replicated:

@@ -242,6 +242,8 @@ class ZeroOptimizer(OptimizerProxy):
             return self._warn_without_gradients()  # like torch: no gradients, no step
         agreed = self._agree(collected)
         if not agreed.used:
+            if not self.reducer.began:  # what was reduced are zeros
+                self.zero_grad()
             return self._warn_without_gradients()
         decision = self._decide(agreed)
         if decision.applies:

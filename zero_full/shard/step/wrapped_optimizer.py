@@ -12,6 +12,7 @@ from math import isfinite
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -39,7 +40,9 @@ class Base:
     def run_step_hooks(self, when: int) -> None:
         """Run the hooks on the optimizer's `step` once per step, also if it is stepped in several parts."""
         for hook in list(step_hooks(self.optimizer)[when].values()):
-            if hook(self.optimizer, (self.optimizer,), {}) is not None and when == BEFORE:
+            with torch.no_grad():
+                answer = hook(self.optimizer, (self.optimizer,), {})
+            if answer is not None and when == BEFORE:
                 raise RuntimeError(
                     "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
                     "none here. Return None from the hook"
@@ -93,8 +96,7 @@ class NoOptimizer(Optimizer):
         """Raise: there is nothing to step with."""
         raise RuntimeError(
             'there is no optimizer: pass one to initialize, or add "optimizer" to the config. At stage 0 you '
-            "can "
-            "also step an optimizer of your own over the model's parameters"
+            "can also step an optimizer of your own over the model's parameters"
         )
 
 
