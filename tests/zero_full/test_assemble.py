@@ -260,5 +260,5 @@ def test_shared_memory_can_be_switched_off_and_changes_no_bit() -> None:
 def test_a_switch_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "perhaps")
     model = Net()
-    with pytest.raises(ValueError, match="it can be on or off"):
+    with pytest.raises(ValueError, match="set it to on or off"):
         shard(model, adamw(model))

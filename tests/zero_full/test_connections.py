@@ -16,6 +16,7 @@ from zero_full.comm.topology import new_group, ranks_of
 from zero_full.comm.traffic import Traffic
 from zero_full.precision import StaticScale
 from zero_full.shard.group.process_groups import Connection, connect
+from zero_full.shard.passes.backward import Accumulation
 
 
 class ConnectedError(Exception):
@@ -40,7 +41,7 @@ def test_on_accelerators_an_engine_always_has_groups_of_its_own(
         mock.patch.object(assemble, "connect", side_effect=ConnectedError) as connected,
         pytest.raises(ConnectedError),
     ):
-        assemble.assemble(nn.Linear(1, 1), Topology(), prepared)
+        assemble.assemble(nn.Linear(1, 1), Topology(), prepared, Accumulation())
     assert connected.call_args[0][2].own_groups is own
 
 

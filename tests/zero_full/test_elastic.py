@@ -112,7 +112,7 @@ def test_if_one_object_on_one_rank_refuses_its_state_no_object_has_got_one(tmp_p
     fresh = engine_of(Layout(1, 1)).lr_scheduler.state_dict()
     for said, losses, schedule in POOL.run(kept, 2, tmp_path, "refuse"):
         assert said == (
-            f"CheckpointError: rank 1: seen cannot take the state in {tmp_path}/global_step1: "
+            f"CheckpointError: rank 1: seen cannot load the state in {tmp_path}/global_step1: "
             "ValueError('not these 1'). Nothing was loaded"
         )
         assert (losses, schedule) == ([], fresh)

@@ -236,7 +236,7 @@ def test_steps_on_the_same_gradients_repeat_though_the_scale_grows_in_between() 
         norms.append(engine.optimizer.last.grad_norm)
     assert engine.loss_scale() > 2**8 and norms == [norms[0]] * 4
     engine.backward(engine(data(1, 0, 0, torch.float16)))
-    with pytest.raises(RuntimeError, match="call zero_grad after every step"):
+    with pytest.raises(RuntimeError, match="Call zero_grad after every step"):
         engine.optimizer.step()
 
 

@@ -254,7 +254,7 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(
 
 
 def test_help_says_what_the_commands_do(capsys: Capture) -> None:
-    for name, words in {"export": ["fp32 from the masters", "5GB"], "inspect": ["checksums", "JSON"]}.items():
+    for name, words in {"export": ["fp32 master weights", "5GB"], "inspect": ["checksums", "JSON"]}.items():
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
         text = " ".join(capsys.readouterr().out.split())

@@ -114,7 +114,7 @@ def stashed(comm: Any, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_gradient_that_was_kept_does_not_pass_for_the_new_one(stage: int) -> None:
-    assert all("has no values here" in said for said in POOL.run(stashed, 2, stage))
+    assert all("has no values" in said for said in POOL.run(stashed, 2, stage))
 
 
 def old_graph(comm: Any, stage: int) -> str:
@@ -178,7 +178,7 @@ DIFFERENT = {
     "maximize": (maximize, r"maximize of group 0: False \(rank 0\), True \(rank 1\)"),
     "a step alone": (
         steps_alone,
-        r"nothing was exchanged:\n  rank 0: .* of gradients .*\n  rank 1: sum of norm",
+        r"a backward pass before the step: True \(rank 0\), False \(rank 1\)",
     ),
 }
 

@@ -218,7 +218,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
     return asked, current, *made, told
 
 
-GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 have one device (GPU-0)"
+GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 share one device (GPU-0)"
 HOST = f"{SHARED}, but NCCL needs a device for each rank: shards are staged in host memory (gloo)"
 
 
@@ -235,8 +235,8 @@ HOST = f"{SHARED}, but NCCL needs a device for each rank: shards are staged in h
         (
             "nobody has chosen",
             [
-                f"{SHARED}, though 2 are visible, because LOCAL_RANK is not set. Set it to each process's "
-                "rank on its host, or call torch.accelerator.set_device_index first"
+                f"{SHARED}, though 2 devices are visible, because LOCAL_RANK is not set. Set it to each "
+                "process's rank on its host, or call torch.accelerator.set_device_index first"
             ]
             * 2,
         ),
@@ -304,7 +304,7 @@ def test_a_world_of_nccls_with_two_ranks_on_a_device_is_refused_before_nccl_is_u
         assert len(heard) == 2
         for text in heard:
             assert text.startswith(
-                "ranks 0, 2 have one device (a), but nccl needs a device for each rank. Call zero_full.init"
+                "ranks 0, 2 share one device (a), but nccl needs a device for each rank. Call zero_full.init"
             )
 
 

@@ -121,8 +121,8 @@ def test_an_item_of_leaf_module_that_fits_nothing_is_told(caplog: pytest.LogCapt
         zero_full.initialize(model=Tower(), config=stage3(leaf_module=leaf))
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
-        "zero_optimization.leaf_module.classes: 'Blok' matches no module",
-        "zero_optimization.leaf_module.names: 'blocks' matches no module",
+        "zero_optimization.leaf_module.classes: 'Blok' matches no module that is called",
+        "zero_optimization.leaf_module.names: 'blocks' matches no module that is called",
     ]
 
 

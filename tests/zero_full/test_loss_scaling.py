@@ -222,7 +222,7 @@ def test_a_second_step_on_top_of_unscaled_gradients_is_refused() -> None:
     optimizer.step()
     optimizer.step()  # the same gradients again
     engine.backward(engine([torch.ones(2, 4)]))
-    with pytest.raises(RuntimeError, match="call zero_grad after every step"):
+    with pytest.raises(RuntimeError, match="Call zero_grad after every step"):
         optimizer.step()
 
 

@@ -93,7 +93,7 @@ def damaged(comm: Any, path: str, how: str, trains: bool) -> list[str]:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluating"])
 @pytest.mark.parametrize(
-    ("how", "why"), [("truncated", "too few to read"), ("changed", "not what was written")]
+    ("how", "why"), [("truncated", "too few to read"), ("changed", "not those that were written")]
 )
 def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, trains: bool, tmp_path: Path) -> None:
     for rank, told in enumerate(POOL.run(damaged, 2, str(tmp_path), how, trains)):

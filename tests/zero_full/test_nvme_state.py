@@ -290,7 +290,7 @@ def damaged(comm: Any, path: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("truncated", "too few to read"), ("changed", "not what was written")]
+    ("how", "why"), [("truncated", "too few to read"), ("changed", "not those that were written")]
 )
 def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, tmp_path: Path) -> None:
     for step, again, save in POOL.run(damaged, 2, str(tmp_path), how):

@@ -143,4 +143,4 @@ def left_behind(comm: Any) -> list[str]:
 
 def test_gradients_of_one_rank_are_not_taken_for_averages() -> None:
     for said in run_each(left_behind, 2, [()])[0]:
-        assert len(said) == 1 and said[0].startswith("2: ") and "call zero_grad after every step" in said[0]
+        assert len(said) == 1 and said[0].startswith("2: ") and "Call zero_grad after every step" in said[0]

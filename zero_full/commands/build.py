@@ -48,5 +48,5 @@ COMMAND = Command(
     ("", "cpu"),
     _run,
     _add_arguments,
-    more="Without a compiler torch's own operations are used: they give the same results, slower.",
+    more="Without a compiler torch's own operations are used:\nthey give the same results, slower.",
 )

@@ -220,7 +220,7 @@ class Engine(DeepSpeedQueries):
                 if self.reporting is not None:
                     self.reporting.log_step(self.global_steps, self.skipped_steps)
             else:
-                self.micro_steps += 1
+                self.accumulation.micro_steps += 1
         finally:
             self._stepping = False
         if self._stepped and self.stopping is not None:
@@ -237,7 +237,7 @@ class Engine(DeepSpeedQueries):
                 unfinished.mark_complete()
             raise
         if self.optimizer.last is None:
-            self.micro_steps += 1  # only now: after an error the caller may call `step` again
+            self.accumulation.micro_steps += 1  # only now: after an error the caller may call `step` again
             raise RuntimeError(
                 "step without gradients: no backward pass reached a trained parameter since the last step, "
                 "on any rank. Perhaps backward is missing, or zero_grad was called after it"
@@ -265,13 +265,13 @@ class Engine(DeepSpeedQueries):
         micro_batches = self._forwards or passes - self._passes
         self._forwards, self._passes = 0, passes
         if self._stepping:
-            self.micro_steps += 1
+            self.accumulation.micro_steps += 1
             if self.accumulation.managed:
                 micro_batches = self.accumulation.micro_batches
         else:  # the loop calls the optimizer's step itself
             self._stepped = True
             of_a_step = self.accumulation.micro_batches
-            self.micro_steps += of_a_step - self.micro_steps % of_a_step
+            self.accumulation.micro_steps += of_a_step - self.accumulation.micro_steps % of_a_step
         samples = 0
         if self.global_samples is not None:
             samples = self.config.train_micro_batch_size_per_gpu * self.world_size * micro_batches
@@ -351,7 +351,7 @@ class Engine(DeepSpeedQueries):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of a step, by another number of micro-batches. Call it between steps."""
         each = self.train_micro_batch_size_per_gpu() * self.world_size
-        if self.micro_steps % self.accumulation.micro_batches:
+        if self.accumulation.micro_steps % self.accumulation.micro_batches:
             raise RuntimeError("set_train_batch_size inside a step: call it between steps")
         if train_batch_size < 1 or train_batch_size % each:
             raise ValueError(
@@ -472,14 +472,14 @@ class Engine(DeepSpeedQueries):
         # Loading clears the gradients of an unfinished step, and so what was counted for it.
         self._forwards, self._passes = 0, self.optimizer.reducer.backward.count
         of_a_step = self.accumulation.micro_batches
-        if self.micro_steps % of_a_step:  # the saved run had another number of micro-batches
+        if self.accumulation.micro_steps % of_a_step:  # the saved run had another number of micro-batches
             self.micro_steps = self.global_steps * of_a_step
 
     def _check_between_steps(self, call: str) -> None:
         """Raise between the micro-batches of a step: a checkpoint does not hold their gradients."""
         self._check_outside_step(call)
         accumulation = self.accumulation
-        after = self.micro_steps % accumulation.micro_batches
+        after = self.accumulation.micro_steps % accumulation.micro_batches
         if accumulation.managed and accumulation.boundary is None and after:
             raise RuntimeError(
                 f"{call} after {after} of a step's {accumulation.micro_batches} micro-batches, whose "

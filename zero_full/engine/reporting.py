@@ -81,6 +81,8 @@ class Reporting:
         self.first_input = ""  # the name of the first argument of forward
         with suppress(TypeError, ValueError):  # a compiled forward may have no signature
             self.first_input = next(iter(inspect.signature(module.forward).parameters), "")
+        self.loss: Tensor | None = None  # of the last step
+        optimizer.at_step.append(self._note_loss)
         optimizer.register_step_post_hook(self._note_rates)
 
     def count_tokens(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
@@ -89,6 +91,9 @@ class Reporting:
         for name in TOKENS:
             if isinstance(found := given.get(name), Tensor) and not found.is_floating_point():
                 self.throughput.tokens += found.numel() * self.world_size
+
+    def _note_loss(self) -> None:
+        self.loss = self.optimizer.report.step_loss()
 
     def _note_rates(self, *step: Any) -> None:
         if self.optimizer.last is not None:  # else the step found no gradients
@@ -107,7 +112,7 @@ class Reporting:
     def _parts(self, skipped: int) -> Iterator[str]:
         """Yield the parts of a line."""
         optimizer = self.optimizer
-        loss = optimizer.report.step_loss()
+        loss = None if self.loss is None else float(self.loss)
         if loss is not None:  # reading it waits for the device, so the clock is read afterwards
             digits = f"{loss:.4f}" if 1e-3 <= abs(loss) < 1e4 else f"{loss:.5g}"
             yield f"loss {digits}" + (" (rank 0)" if self.world_size > 1 else "")

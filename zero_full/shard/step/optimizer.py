@@ -421,12 +421,12 @@ class ZeroOptimizer(OptimizerProxy):
         """Record a step that was applied or skipped, and update a dynamic loss scale."""
         self.unfinished.change()  # a skipped step, too, changes the loss scale and counters
         self.last = StepReport(decision.applies, decision.norm, scale)
-        self.report.end_step()
         self.gradients.end_step()
         if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
             self.report.learn(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
             act()
+        self.report.forget()  # after `at_step`, where the loss is read
 
     def _warn_without_gradients(self) -> None:
         if not self.warned_without_gradients:

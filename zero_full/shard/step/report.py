@@ -26,7 +26,6 @@ class NonFinite:
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
         self.plain = 0  # losses in the sum that the engine has not divided by the micro-batches
         self.partial = False  # a loss of this step is unknown
-        self.last: tuple[Tensor, int] | None = None  # `loss` and `plain` of the last step
         self.finding = ""  # the last report
 
     def note_loss(self, loss: Tensor) -> None:
@@ -45,21 +44,13 @@ class NonFinite:
             self.plain += 1
             self.note_loss(loss)
 
-    def end_step(self) -> None:
-        """Start a new step: keep the sum as the last step's, and forget the losses."""
-        self.last = None if self.partial or self.loss is None else (self.loss, self.plain)
-        self.loss, self.plain, self.partial = None, 0, False
-
     def forget(self) -> None:
-        """Forget the losses so far, because their gradients were discarded."""
+        """Forget the losses: a new step begins, or their gradients were discarded."""
         self.loss, self.plain, self.partial = None, 0, False
 
-    def step_loss(self) -> float | None:
-        """Return the last step's loss on this rank, the mean over its micro-batches; None if unknown."""
-        if self.last is None:
-            return None
-        loss, plain = self.last
-        return float(loss) / max(1, plain)
+    def step_loss(self) -> Tensor | None:
+        """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
+        return None if self.partial or self.loss is None else self.loss / max(1, self.plain)
 
     def tell(
         self,
