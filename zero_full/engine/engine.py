@@ -38,7 +38,7 @@ from zero_full.checkpoint import (
 )
 from zero_full.comm.topology import this_rank
 from zero_full.config import Resolved
-from zero_full.engine.forward_hooks import ForwardHooks, watch_losses
+from zero_full.engine.forward_hooks import ForwardHooks
 from zero_full.engine.loader import RankLoader
 from zero_full.engine.queries import DeepSpeedQueries
 from zero_full.engine.reporting import Reporting
@@ -50,6 +50,7 @@ from zero_full.precision.dtypes import NAMES
 from zero_full.shard.access.gathered_parameters import copy_on_cpu, load_whole_state_dict, whole_state_dict
 from zero_full.shard.access.offload_states import OffloadedStates
 from zero_full.shard.guards.unfinished_step import COUNTED
+from zero_full.shard.passes.backward import watch_losses
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.stop_signals import SIGNALS
 from zero_full.shard.step.wrapped_optimizer import NO_JOIN

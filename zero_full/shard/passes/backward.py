@@ -5,11 +5,14 @@ Autograd gives each a number (graph task id) of its own. Here "the pass" is alwa
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_full._compat import current_backward, queue_backward_callback
+from zero_full.nested import leaves, mapped
 from zero_full.precision.scaler import StaticScale
 
 NOT_SCALED = (
@@ -174,3 +177,32 @@ class BackwardPass:
     def _note_reached(self) -> None:
         if self._reached is not None and self._reached[0] == self.number and not self.divided:
             self.note_loss(self._reached[1])
+
+
+# The losses of a pass ----------------------------------------------------------------------------
+
+
+def watch_losses(backward: BackwardPass, outputs: Any) -> Any:
+    """Call `backward.reach(loss)` when autograd reaches a loss among the outputs. Returns the outputs.
+
+    A loss is a tensor without dimensions that requires gradients. If the outputs have several, each is
+    replaced by a view of its own. One loss may be computed from another, whose gradients then flow from the
+    first to the second and do not pass the second one's view.
+    """
+    if isinstance(outputs, Tensor):
+        is_loss = outputs.requires_grad and outputs.dim() == 0
+        return _watched(backward, False, outputs) if is_loss else outputs
+    several = sum(map(_is_loss, leaves(outputs))) > 1
+    return mapped(partial(_watched, backward, several), outputs)
+
+
+def _watched(backward: BackwardPass, several: bool, output: Any) -> Any:
+    if not _is_loss(output):
+        return output
+    output, loss = output.view_as(output) if several else output, output.detach()
+    output.register_hook(lambda grad: backward.reach(loss))
+    return output
+
+
+def _is_loss(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad and output.dim() == 0
