@@ -117,7 +117,7 @@ class GradientState:
                 f"backward added gradients with loss scale {scale:g} to gradients of the last step with loss "
                 f"scale {self.scale_left:g}. Call zero_grad after every step"
             )
-        return scale, self._decide_averaged()
+        return scale, self.averages is None or self._decide_averaged()
 
     def factor(self, norm: float | None, clip: float) -> float:
         """Return the factor of a step's gradients: 1 / scale, times `clip` / norm if that is below 1."""
