@@ -151,7 +151,7 @@ def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
         (
             '{"optimizer": {"type": "SGD"}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, '
             '"stochastic_rounding": true}}',
-            "1:97: mistake: bf16.stochastic_rounding: only torch's Adam and AdamW",
+            "1:97: mistake: bf16.stochastic_rounding does not support",
         ),
         (
             '{"optimizer": {"type": "SparseAdam"}}',

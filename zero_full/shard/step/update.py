@@ -102,9 +102,7 @@ class Steppers:
         if awake and all(group.gradients.down is None for group in awake):
             log.warning(NO_EARLY_STEPS, "nothing is copied: the model is in the host's memory already")
         elif awake and not self.choose(awake).is_alone:
-            log.warning(
-                NO_EARLY_STEPS, "only torch's Adam and AdamW are stepped so, without a step of their own"
-            )
+            log.warning(NO_EARLY_STEPS, "it supports only torch's Adam and AdamW without an overridden step")
         for group in everything:
             if group.gradients.down is not None:
                 group.gradients.down.on_last = partial(begin, group)
