@@ -379,7 +379,7 @@ class CheckpointLoad:
         return facts
 
     def _load_private_buffers(self) -> None:
-        """Restore buffers whose values differed between ranks."""
+        """Restore buffers that differed between ranks."""
         own = self.source.private(this_rank()).get("buffers", {})
         targets = {chunk.key: chunk for chunk in self._chunks() if chunk.key.startswith(BUFFERS)}
         for key, values in own.items():

@@ -31,7 +31,7 @@ class StagedPart(NamedTuple):
 
 
 class HostStaging:
-    """A transport for ranks whose tensors are on an accelerator.
+    """Transport for ranks with tensors on a shared accelerator.
 
     `inner`: the transport for host memory, whose process group has no other user. `staging`: the most bytes
     of the staging buffer.

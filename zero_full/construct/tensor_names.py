@@ -52,7 +52,7 @@ class TensorNames:
             finalizer.detach()
 
     def matching(self, is_wanted: Callable[[Tensor], bool]) -> list[str]:
-        """Return the names of the tensors whose twin is wanted."""
+        """Return the names of the tensors with these twins."""
         found = {name: None for name, twin in self.given.items() if is_wanted(twin)}
         known = list(self.modules)
         inner = {id(child) for module in known for child in module.children()}

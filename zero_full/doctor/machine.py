@@ -1,4 +1,4 @@
-"""Report of `python -m zero_full doctor`: what is installed, what is used, and problems with remedies.
+"""Report of `python -m zero_full doctor`: installed packages, libraries in use, and problems with remedies.
 
 It only inspects: it starts no process group and allocates no device memory, except with --measure. It must
 work where the rest of the package fails, so every import may fail, including those of zero_full itself.

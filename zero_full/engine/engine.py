@@ -131,11 +131,11 @@ class Engine(DeepSpeedQueries):
     # One micro-batch -----------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the module's forward, and return what it returns."""
+        """Run the module's forward, and return its outputs."""
         return self.forward(*inputs, **named_inputs)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the module's forward, and return what it returns."""
+        """Run the module's forward, and return its outputs."""
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % "forward")
         self.optimizer.check_model_unchanged()

@@ -22,7 +22,7 @@ def replay(path: Path, moments: bool = False) -> int:
 
 
 def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
-    """Return a recording, and whether its file was merged just now. RecordingError if there is none."""
+    """Return a recording, and whether its file was merged just now. RecordingError if it is absent."""
     folder = folder_of(path)
     with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
         if folder.is_dir() and (not path.exists() or _is_newer(path, folder)):

@@ -37,7 +37,7 @@ def adam_step(
     decoupled: bool,
     factor: float,
 ) -> None:
-    """A step of Adam with gradients times `factor`; masters are copied to `copies`, if there are any.
+    """A step of Adam with gradients times `factor`; masters are copied to `copies`, if given.
 
     An element of a copy that is not its rounded master was written by the user: the master adopts it first.
     `decoupled` is AdamW's decay. `steps` are the numbers of this step, from 1. Computation is in fp32, and in

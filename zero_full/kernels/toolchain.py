@@ -19,7 +19,7 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # further options 
 
 
 class BuildError(RuntimeError):
-    """There is no library: the reason, and a remedy."""
+    """The library cannot be built: the reason, and a remedy."""
 
 
 @dataclass(frozen=True)

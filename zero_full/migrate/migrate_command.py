@@ -43,7 +43,7 @@ def main(files: Sequence[str], write: bool = False, world: int | None = None) ->
 
 
 def migrate(source: str, world: int | None = None) -> Migrated:
-    """Rewrite a script and list what is left to do. Raises SyntaxError if this Python cannot parse it."""
+    """Rewrite a script and list the changes left to do. Raises SyntaxError if this Python cannot parse it."""
     rewrite = Rewrite(source)
     findings, remarks = set(find_other_uses(rewrite)), set[ManualChange]()
     for line, config in configurations(rewrite):

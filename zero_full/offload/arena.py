@@ -72,7 +72,7 @@ class Arena:
                 self.locked += size
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Take a free region of this size, filled with zeros; None if there is none."""
+        """Take a free region of this size, filled with zeros, or None."""
         if numel and (starts := self.free.get(numel * dtype.itemsize)):
             assert self.memory is not None
             return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=starts.pop())

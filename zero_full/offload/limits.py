@@ -55,7 +55,7 @@ class Need:
 
 
 def shortage_message(needs: Mapping[int, Need]) -> str | None:
-    """The error message if the needs exceed a limit, equal on all ranks; None if there is enough memory."""
+    """The error message if the needs exceed a limit, equal on all ranks; None if the memory is enough."""
     under: dict[str, list[tuple[int, Limit]]] = {}
     for need in needs.values():
         for limit in need.limits:

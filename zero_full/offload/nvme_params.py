@@ -155,7 +155,7 @@ class NvmeParamSlice(ParamSlice):
     # Reading -------------------------------------------------------------------------------------
 
     def start_read(self, optional: bool = False) -> bool:
-        """Start to read the slice, if there is a buffer. Unless `optional`, there always is one."""
+        """Start to read the slice. Returns False if `optional` and no buffer is free."""
         if self.kept is None and self.reading is None:
             buffer = self.store.buffer_for(self, optional)
             if buffer is None:
@@ -294,7 +294,7 @@ class NvmeParamStore(FileStorage, MemoryFirstStore):
         return self.buffer_beyond(slice_)
 
     def buffer_beyond(self, slice_: NvmeParamSlice) -> Buffer:
-        """Take a buffer, beyond the limit if there is no room."""
+        """Take a buffer, beyond the limit if none is free."""
         buffer = self.buffers.take(slice_.padded_size, slice_.dtype.itemsize, exceed=True)
         assert buffer is not None
         return buffer

@@ -111,7 +111,7 @@ class MemoryFirstStore(ParamStore):
         self.left, self.in_memory = memory_numel, in_memory
 
     def of(self, numel: int) -> ParamStore:
-        """The store in memory while there is room, then this one."""
+        """The store in memory until it is full, then this one."""
         if numel > self.left:
             return self
         self.left -= numel

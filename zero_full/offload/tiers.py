@@ -189,12 +189,12 @@ class Offload:
 
     @property
     def lost(self) -> str:
-        """The message about state or parameters that could not be read; "" if there are none."""
+        """The message about state or parameters that could not be read, or ""."""
         return self.tier.lost or self.param_store.lost
 
     @property
     def error(self) -> str:
-        """The reason why no further step can be taken; "" if there is none."""
+        """The reason why no further step can be taken, or ""."""
         tier, param_store = self.tier, self.param_store
         return tier.lost or param_store.lost or tier.write_error or param_store.write_error
 

@@ -118,7 +118,7 @@ def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]
 
 
 def optimizer_class(type: str) -> Any:
-    """The optimizer class of this name, in any case; ValueError if there is none."""
+    """The optimizer class of this name, in any case; ValueError if the name is unknown."""
     name = type.lower()
     if name in NOT_SUPPORTED:
         nearest_one = NOT_SUPPORTED[name]

@@ -73,7 +73,7 @@ class Lamb(Coefficients):
         super().__init__(params, _checked(arguments_of(locals())))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose options are checked as those of the constructor are."""
+        """Add a group. Its options are checked like the constructor's."""
         options = {**self.defaults, **param_group}
         super().add_param_group({**_checked(options), "params": options["params"]})
 

@@ -77,7 +77,7 @@ class OneBitOptimizer(Optimizer):
         return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose options are checked as those of the constructor are."""
+        """Add a group. Its options are checked like the constructor's."""
         super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
         group = self.param_groups[-1]
         if group.get(MASK) is not None:

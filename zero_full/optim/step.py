@@ -199,7 +199,7 @@ class Stepper:
 
     @property
     def whole_rule(self) -> OwnerRule | None:
-        """The rule whose owners keep state of whole parameters; None: there are no owners."""
+        """The rule with owners that keep state of whole parameters; None: no owners."""
         return None
 
     @property

@@ -68,7 +68,7 @@ def leaves_overflow(device: torch.device) -> bool:
 
 
 def _by_torch(tensors: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """Sum squares with torch in fp32, 20 times as fast on a CPU as fp64; in fp64 if that overflows there."""
+    """Sum squares with torch in fp32, 20 times as fast on a CPU as fp64; in fp64 if fp32 overflows."""
     in_fp32 = (torch.float32 if t.dtype.itemsize < 4 else t.dtype for t in tensors)
     norms = [torch.linalg.vector_norm(t, dtype=d).to(wide) for t, d in zip(tensors, in_fp32, strict=True)]
     quick = torch.stack(norms).square().sum()

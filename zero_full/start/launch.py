@@ -31,7 +31,7 @@ TEARDOWN_S = 5.0  # seconds for destroying the process groups of a process that 
 
 
 class ForeignLauncher(NamedTuple):
-    """A launcher whose variables torch does not read."""
+    """A launcher with variables that torch does not read."""
 
     name: str
     sizes: tuple[str, ...]  # variables that may hold the number of processes

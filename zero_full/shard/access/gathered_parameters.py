@@ -292,7 +292,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def __exit__(self, *failure: Any) -> None:
-        """Broadcast the changes of `modifier_rank`, or check that there are none; release the parameters."""
+        """Broadcast the changes of `modifier_rank`, or check that nothing changed; release the parameters."""
         if not self.enabled:
             return
         recorded, self.recorded = self.recorded, nullcontext()

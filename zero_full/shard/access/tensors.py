@@ -59,7 +59,7 @@ class ParameterPlace:
         return ready and not self.optimizer.reducer.unreduced
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's elements of the averaged gradient, unscaled; None if there is none now."""
+        """Return this rank's elements of the averaged gradient, unscaled, or None."""
         if not self.is_averaged():
             return None
         if self.piece is None:
@@ -70,7 +70,7 @@ class ParameterPlace:
         return gradient.detach().reshape(-1).to(self.group.kind.device) / self.optimizer.gradients.scale
 
     def own_gradient(self) -> Tensor | None:
-        """Return this rank's own gradient before averaging, whole and unscaled; None if there is none."""
+        """Return this rank's own gradient before averaging, whole and unscaled, or None."""
         gradients, member = self.gradients, self.member
         if gradients.local_grads is None or member not in gradients.arrived:
             return None

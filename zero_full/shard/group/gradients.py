@@ -121,7 +121,7 @@ class FlatGradients:
         return here
 
     def _copy_in(self, member: Member, grad: Tensor, final: bool) -> None:
-        """Copy a gradient to its window in the flat buffer, or add it to the one that is there."""
+        """Copy a gradient to its window in the flat buffer, or add it to the present one."""
         if grad.layout is not torch.strided:
             raise TypeError(SPARSE.format(member.name))
         local, is_new = self.local_grads, member not in self.arrived
@@ -289,11 +289,11 @@ class FlatGradients:
         return [m.param.grad for m in self.members if m.param.grad is not None]
 
     def averaged_slice(self) -> Tensor | None:
-        """Return this rank's slice of the averaged gradients; None if there are none."""
+        """Return this rank's slice of the averaged gradients, or None."""
         return self.grad_slice if self.slice_is_valid else None
 
     def gradient_of(self, member: Member) -> Tensor | None:
-        """Return the averaged gradient of this rank's piece of a parameter; None if there is none."""
+        """Return the averaged gradient of this rank's piece of a parameter, or None."""
         if self.uses_param_grad:
             return member.param.grad
         mine = self.averaged_slice()

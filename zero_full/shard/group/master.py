@@ -135,7 +135,7 @@ class Master:
         return pieces
 
     def read_ahead(self, fuses: bool) -> bool:
-        """Begin to read the slice that `fetch` will need. Returns False if there is no free buffer."""
+        """Begin to read the slice that `fetch` will need. Returns False if no buffer is free."""
         return not (fuses and self.has_copies) or self.parameters.slice.start_read(optional=True)
 
     def put_away(self) -> None:

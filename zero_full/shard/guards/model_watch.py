@@ -129,7 +129,7 @@ class ParameterWrites(Guard):
         return [member.name for member in self._written()]
 
     def digest(self) -> str:
-        """Return a digest of the values written since `forget`; "" if there are none.
+        """Return a digest of the values written since `forget`, or "".
 
         It does not call `forget`. So a step that raised because ranks differ raises again when repeated.
         """

@@ -434,7 +434,7 @@ class ParameterGatherer:
         return soon and self.live <= self.limits.max_live
 
     def _watch(self, call: Call, outputs: Sequence[Tensor]) -> bool:
-        """Register hooks that run when backward reaches an output. Returns whether there are any."""
+        """Register hooks that run when backward reaches an output. Returns whether it registered any."""
         watched = False
         for tensor in outputs:
             # A leaf is a parameter, on which hooks would stay for life: `_notice_escapes` handles these.

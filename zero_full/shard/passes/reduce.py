@@ -340,7 +340,7 @@ class GradientReducer:
                 hooks[0] = self._watch_arrival(param)
 
     def lift_placeholders(self) -> None:
-        """Remove placeholders from `param.grad`, because autograd adds new gradients to what is there."""
+        """Remove placeholders from `param.grad`, because autograd adds new gradients to them."""
         found = self.gradients.changes()
         self.drop([*found.cleared, *(member for member, _ in found.written)])
         # Tensors that user code has written stay in `param.grad`, and autograd adds to them.

@@ -304,7 +304,7 @@ def doings_of(
 
 
 def _comparable(value: Any) -> Any:
-    """Convert an option to a form whose `repr` is equal on every rank; None if there is no such form."""
+    """Convert an option to a form whose `repr` is equal on every rank, or None."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, (tuple, list)):

@@ -158,7 +158,7 @@ class DelayedUpdates:
         return ""
 
     def written(self, update: Update, names: Sequence[str]) -> str:
-        """Return the message about parameters that user code wrote in the meantime; "" if there are none.
+        """Return the message about parameters that user code wrote in the meantime, or "".
 
         `names`: parameters with writes that torch's version counters show.
         """

@@ -93,7 +93,7 @@ class NoOptimizer(Optimizer):
         self.__setstate__({})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raise: there is nothing to step with."""
+        """Raise RuntimeError: this engine has no optimizer."""
         raise RuntimeError(
             'there is no optimizer: pass one to initialize, or add "optimizer" to the config. At stage 0 you '
             "can also step an optimizer of your own over the model's parameters"
@@ -150,7 +150,7 @@ def _is_usable(value: Any) -> bool:
 
 
 def invalid_option(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the message about the first option that is no finite number; "" if there is none."""
+    """Return the message about the first option that is no finite number, or ""."""
     for number, group in enumerate(param_groups):
         for key in NUMBERS:
             value = group.get(key, 0.0)
