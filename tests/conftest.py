@@ -75,12 +75,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture(autouse=True)
-def autograd_is_left_on() -> Iterator[None]:
-    """A test that leaves autograd off fails itself, and not the hundreds of tests after it."""
+def autograd_and_torch_function_are_left_on() -> Iterator[None]:
+    """A test that leaves one of them off fails itself, and not the hundreds of tests after it."""
     yield
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("this test has left autograd off")
+    if not torch._C._is_torch_function_enabled():
+        torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
+        pytest.fail("this test has left __torch_function__ off")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

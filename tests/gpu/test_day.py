@@ -249,7 +249,8 @@ def test_what_starts_a_day_needs_no_package_at_all() -> None:
     ],
 )
 def test_make_gives_on_what_it_is_told(given: list[str], command: str) -> None:
-    said = subprocess.run(["make", "-n", "gpu-day", *given], cwd=ROOT, capture_output=True, text=True)
+    make = ["make", "--no-print-directory", "-n", "gpu-day", *given]
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
     assert " ".join(said.stdout.split()).endswith(command)
 
 

@@ -283,7 +283,7 @@ def test_loading_what_another_layout_saved_names_the_parameter() -> None:
     saved = engine_of().state_dict()
     tensors = saved["optimizer"]["tensors"]
     tensors["parameters/layers.0.weight"]["start"] = 7
-    with pytest.raises(ValueError, match=r"layers.0.weight: this rank owns elements \(0, 208\)"):
+    with pytest.raises(ValueError, match=r"layers.0.weight: this rank owns elements 0 to 208"):
         engine_of().load_state_dict(saved)
     del tensors["parameters/layers.0.weight"]
     with pytest.raises(ValueError, match=r"lacks layers.0.weight"):

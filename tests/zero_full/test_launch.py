@@ -86,7 +86,10 @@ def test_a_rank_knows_its_place(environment: dict[str, str], place: Any) -> None
     assert set(VARIABLES) <= found.variables.keys() and variables.items() <= found.variables.items()
 
 
-HALF = "not set: {}. torch needs all of them; without them every process would train alone. Start"
+HALF = (
+    "not set: {}. torch needs all of them; without them every process would train alone. Start with "
+    "torchrun, or unset"
+)
 FOREIGN = "but torch does not read its variables, so every process would train alone. Start torchrun"
 
 

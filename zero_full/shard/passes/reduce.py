@@ -211,7 +211,9 @@ class GradientReducer:
         self.patient: set[TrainedGroup] = set()
         self.has_warned = False  # the warning about `torch.autograd.grad` was logged
         # State since the last step.
-        self.began = False  # there was a backward pass
+        self.began = False  # there was a backward pass, or user code wrote a gradient
+        self.had_pass = False  # there was a backward pass
+        self.sent_zeros = False  # there was none, and `flush` took part in the reductions of other ranks
         self.used: set[Member] = set()  # parameters with a gradient
         self.kept_back = False  # a no_sync block since the last reduction
         self.unreduced = False  # a backward pass has left gradients that are not reduced
@@ -316,7 +318,7 @@ class GradientReducer:
             self.wake_unfrozen()
         self.launched.clear()
         self.zeroed.clear()
-        self.began = self.unreduced = True
+        self.began = self.had_pass = self.unreduced = True
         self.turns.clear()
         for group in self.groups:
             if group not in self.patient:
@@ -416,7 +418,7 @@ class GradientReducer:
         self.trail = crc32(group.name.encode(), self.trail)
         gradients = group.gradients
         # Without a backward pass, what is in `param.grad` was written by user code and is not to be averaged.
-        detached = gradients.detach() if self.began else []
+        detached = gradients.detach() if self.had_pass else []
         # Tensors that the lane must keep alive until the job is done.
         read = [gradient for _, gradient in detached]
         for tensor in (gradients.local_grads, gradients.grad_slice):
@@ -488,10 +490,10 @@ class GradientReducer:
         """
         if self.backward.running:
             self.backward.end()
-        if not self.began:
-            self.launched.clear()  # of an earlier step that had no gradients either
-        if self.unreduced or not self.began:
+        is_alone = not (self.had_pass or self.sent_zeros)
+        if self.unreduced or is_alone:
             self._reduce_rest()
+        self.sent_zeros = self.sent_zeros or is_alone
         for group in self.replicated:
             group.gradients.share_slice()  # no effect if a pass at the accumulation boundary did it
 
@@ -650,7 +652,7 @@ class GradientReducer:
         for job in pending:
             job.wait()
         self.backward.end()
-        self.backward.failed = self.unreduced = self.began = False
+        self.backward.failed = self.unreduced = self.began = self.had_pass = self.sent_zeros = False
         self.launched.clear()
         self.used.clear()
         self.gradients.shown.clear()

@@ -242,7 +242,7 @@ class ZeroOptimizer(OptimizerProxy):
             return self._warn_without_gradients()  # like torch: no gradients, no step
         agreed = self._agree(collected)
         if not agreed.used:
-            if not self.reducer.began:  # what was reduced are zeros
+            if self.reducer.sent_zeros:
                 self.zero_grad()
             return self._warn_without_gradients()
         decision = self._decide(agreed)
@@ -312,7 +312,7 @@ class ZeroOptimizer(OptimizerProxy):
             ("call of step", self.calls),
             ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
-            ("a backward pass before the step", reducer.began),
+            ("a backward pass before the step", reducer.had_pass),
             ("order of reductions", reducer.trail),
             ("signals watched", self.signals.told),
         ]
