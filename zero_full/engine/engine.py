@@ -165,7 +165,7 @@ class Engine(DeepSpeedQueries):
         scaled = loss if is_scaled or scaler.scale == 1 else scaler.times(loss)
         with self._timed["backward"]():
             if not is_scaled:
-                self.optimizer.report.note_loss(loss)
+                self.accumulation.add_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
             try:
                 scaled.backward(retain_graph=retain_graph)
@@ -181,7 +181,7 @@ class Engine(DeepSpeedQueries):
         For a loop that calls autograd itself: `engine.scale(loss).backward()` is `engine.backward(loss)`.
         """
         loss = loss / self.accumulation.micro_batches
-        self.optimizer.report.note_loss(loss)
+        self.accumulation.add_loss(loss)
         scaled = self.optimizer.scale(loss, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled

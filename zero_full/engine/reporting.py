@@ -93,7 +93,7 @@ class Reporting:
                 self.throughput.tokens += found.numel() * self.world_size
 
     def _note_loss(self) -> None:
-        self.loss = self.optimizer.report.step_loss()
+        self.loss = self.optimizer.accumulation.step_loss()
 
     def _note_rates(self, *step: Any) -> None:
         if self.optimizer.last is not None:  # else the step found no gradients

@@ -166,8 +166,8 @@ def fused_step(
     `moments`: the dtype of moments that do not exist yet. `rounding_keys`: round bf16 stochastically with
     these.
     """
-    masters, gradients, averages, squares, steps = (list[Any]() for _ in range(5))
-    copies, keys, places = list[Tensor](), list[int](), list[int]()
+    masters, gradients, averages, squares = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    steps, copies, keys, places = list[Tensor](), list[Tensor](), list[int](), list[int]()
     for piece, state in zip(pieces, moments_of(pieces, moments), strict=True):
         assert piece.gradient is not None
         masters.append(piece.master)

@@ -356,8 +356,10 @@ def by_kind(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
     together: dict[Any, list[Piece]] = {}
     for piece in pieces:
         master, gradient, copy = piece.master, piece.gradient, piece.copy
-        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (gradient, copy))
-        together.setdefault((piece.group, master.device, master.dtype, *dtypes), []).append(piece)
+        of_gradient = None if gradient is None else gradient.dtype
+        of_copy = None if copy is None else copy.dtype
+        kind = piece.group, master.device, master.dtype, of_gradient, of_copy
+        together.setdefault(kind, []).append(piece)
     return together.values()
 
 

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
 from zero_full.formatting import listed
-from zero_full.shard.group.optimizer_state import StateByParameter
-from zero_full.shard.step.wrapped_optimizer import NoOptimizer, invalid_option
+from zero_full.shard.group.master import StateByParameter
+from zero_full.shard.guards.model_watch import invalid_option
+from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 
 # These average gradients themselves, which would then be averaged twice.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")

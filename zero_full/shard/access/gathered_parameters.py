@@ -18,10 +18,10 @@ from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
-from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member, is_released
 from zero_full.shard.group.registry import owner_of, record_of
+from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.step.agreement import gather_messages
 from zero_full.shard.step.optimizer import ZeroOptimizer
 

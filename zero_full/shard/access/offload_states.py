@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.shard.group.optimizer_state import StateByParameter
+from zero_full.shard.group.master import StateByParameter
 from zero_full.shard.group.parameter_group import offloaded_ids
 from zero_full.shard.group.parameters import GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer

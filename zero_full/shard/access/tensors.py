@@ -25,10 +25,10 @@ from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
 from zero_full.shard.group.hand_written import GRADIENT
-from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.registry import owner_of
+from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 MASTER = "fp32 value"

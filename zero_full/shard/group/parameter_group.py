@@ -17,8 +17,7 @@ from torch import Tensor
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.group.gradients import FlatGradients
-from zero_full.shard.group.master import Master
-from zero_full.shard.group.optimizer_state import StateByParameter
+from zero_full.shard.group.master import Master, StateByParameter
 from zero_full.shard.group.parameters import FlatParameters, GatherState, Member
 
 

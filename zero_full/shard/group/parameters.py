@@ -27,9 +27,8 @@ from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.offload import ParamSlice, ParamStore
 from zero_full.precision.dtypes import NAMES, Dtypes
-from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.process_groups import Pair
-from zero_full.shard.group.released import mark_released, unmark_released
+from zero_full.shard.group.released import OFFLOADED, mark_released, unmark_released
 
 ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, the alignment of vectorized loads
 

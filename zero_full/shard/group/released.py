@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 from zero_full._compat import METADATA, has_compatible_type, without_overrides
 from zero_full.nested import tensors_in
-from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.registry import owner_of
 
+OFFLOADED = "states are offloaded. Call engine.reload_states() first"
 # `__torch_function__` gets a property's getter.
 PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),

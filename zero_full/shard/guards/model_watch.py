@@ -1,20 +1,24 @@
-"""Guards on the user's model after its parameters were laid out in flat buffers.
+"""Guards on the user's model and optimizer after parameters were laid out in flat buffers.
 
 User code may write values at any time. But a parameter that is added or replaced later is in no flat buffer,
 so no step would train it. Neither would a step train an unfrozen parameter that is in no optimizer group.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from zero_full._compat import parameters_and_children, version_of
 from zero_full.shard.group.checksum import digest_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.guards.guard import Guard
+
+NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
 
 
 class ModelWatch(Guard):
@@ -136,3 +140,45 @@ class ParameterWrites(Guard):
         if not self.moved and list(map(version_of, self.params)) == self.versions:
             return ""
         return digest_of((member.name, member.param) for member in self._written())
+
+
+class ParamGroups(Guard):
+    """Guard against parameters that enter or leave groups, and options that are not finite."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.listed = base, [list(map(id, group["params"])) for group in base.param_groups]
+
+    def check(self) -> None:
+        """Raise RuntimeError if groups changed since initialize, or if an option is no finite number."""
+        groups = self.base.param_groups
+        same = len(groups) == len(self.listed)
+        for group, params in zip(groups, self.listed, strict=False):
+            same = same and list(map(id, group["params"])) == params
+        if not same:
+            raise RuntimeError(
+                "parameters were added to the optimizer's groups or removed from them after initialize, "
+                "where the shards are laid out. Freeze a parameter with requires_grad_(False), or pass it "
+                "frozen to initialize"
+            )
+        if problem := invalid_option(groups):
+            raise RuntimeError(problem)
+
+
+def invalid_option(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the message about the first option that is no finite number, or ""."""
+    for number, group in enumerate(param_groups):
+        for key in NUMBERS:
+            value = group.get(key, 0.0)
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if isfinite(each) if type(each) is float else _is_usable(each):
+                    continue
+                return f"{key} of the optimizer's parameter group {number} is {value!r}, not a finite number"
+    return ""
+
+
+def _is_usable(value: Any) -> bool:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()  # on an accelerator it would wait for the device, so it is not checked
+    if value is None:  # torch's Adafactor: the smallest number of the dtype
+        return True
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))

@@ -53,32 +53,29 @@ class UnfinishedStep:
         """
         self.check("step")
         outer = self.inside
-        try:
-            self._run(act, outer)
-        finally:
-            self._leave(outer)  # again, as an interrupt may have come while `_run` left
-
-    def _run(self, act: Callable[[], None], outer: bool) -> None:
         if not outer:
             self.grad_mode = torch.is_grad_enabled()
-        self.inside = True
         try:
-            if not outer:
-                self.phase, self.cause = COLLECTING, ""
-                torch.set_grad_enabled(False)
-            act()
-            if not outer:
-                self.phase = ""
-            elif self.phase == CHANGING:
-                self.phase = COUNTED
-        except BaseException as error:
-            if isinstance(error, Exception) and self.phase == COLLECTING:
-                self.phase = ""  # every rank has raised the same way
-            self.is_lost = self.has_peers and not isinstance(error, Exception)
-            self.cause = f"{type(error).__name__} {error}".strip()
-            raise
+            self.inside = True
+            try:
+                if not outer:
+                    self.phase, self.cause = COLLECTING, ""
+                    torch.set_grad_enabled(False)
+                act()
+                if not outer:
+                    self.phase = ""
+                elif self.phase == CHANGING:
+                    self.phase = COUNTED
+            except BaseException as error:
+                if isinstance(error, Exception) and self.phase == COLLECTING:
+                    self.phase = ""  # every rank has raised the same way
+                self.is_lost = self.has_peers and not isinstance(error, Exception)
+                self.cause = f"{type(error).__name__} {error}".strip()
+                raise
+            finally:
+                self._leave(outer)
         finally:
-            self._leave(outer)
+            self._leave(outer)  # again, as an interrupt may have come inside the first call
 
     def _leave(self, outer: bool) -> None:
         self.inside = outer
@@ -88,9 +85,13 @@ class UnfinishedStep:
                 self._deliver()
 
     def change(self) -> None:
-        """Enter the changing phase, and delay SIGINT."""
-        self._hold()  # first: an interrupt that comes in here has changed nothing
-        self.phase = CHANGING
+        """Enter the changing phase, and delay SIGINT if this is the main thread, which handles signals."""
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler) and handler != self._note:  # else it is ignored, or handled by the system
+                self.came, self.handler = None, handler
+                signal.signal(signal.SIGINT, self._note)
+        self.phase = CHANGING  # last: an interrupt before it has changed nothing
 
     def change_by(self, act: Callable[[], None]) -> None:
         """Run `act`, which changes values, in the changing phase, inside a step or between steps."""
@@ -139,15 +140,6 @@ class UnfinishedStep:
             self.phase = ""
 
     # SIGINT --------------------------------------------------------------------------------------
-
-    def _hold(self) -> None:
-        """Delay SIGINT, if this is the main thread, where Python runs signal handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and handler != self._note:  # else it is ignored, or handled by the system
-            self.came, self.handler = None, handler
-            signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         waits, self.came = self.came is None, frame

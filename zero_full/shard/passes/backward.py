@@ -33,7 +33,7 @@ def check_not_capturing() -> None:
 
 
 class Accumulation:
-    """Gradient accumulation: the micro-batches of a step, and the divisor of their gradients.
+    """Gradient accumulation: the micro-batches of a step, the divisor of their gradients, and their loss.
 
     micro_batches  of a step; the last one is the accumulation boundary
     managed        count micro-batches; False: user code decides in each call of `step`
@@ -53,6 +53,9 @@ class Accumulation:
         self.micro_steps = 0  # micro-batches so far
         self.boundary: bool | None = None  # of the current micro-batch, set by user code; None: by counting
         self._was_denied = False  # user code has set `boundary` to False since the last step
+        self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
+        self._plain_losses = 0  # of these, from a plain `loss.backward()`: not divided by the micro-batches
+        self._lacks_loss = False  # a loss of this step is unknown
 
     def is_boundary(self) -> bool:
         """Return whether the backward pass of the current micro-batch is the step's last."""
@@ -85,18 +88,36 @@ class Accumulation:
             )
         return float(steps) if self._plain_divisor is None else self._plain_divisor
 
+    def add_loss(self, loss: Tensor) -> None:
+        """Add a loss of this step, divided by the number of its micro-batches."""
+        loss = loss.detach().float()
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def add_plain_loss(self, loss: Tensor | None) -> None:
+        """Add a loss from a plain `loss.backward()`, of which the user's own divisor is unknown.
+
+        None: the loss was made from several outputs, so its value is unknown.
+        """
+        if loss is None:
+            self._lacks_loss = True
+        else:
+            self._plain_losses += 1
+            self.add_loss(loss)
+
+    def step_loss(self) -> Tensor | None:
+        """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
+        return None if self._lacks_loss or self.loss is None else self.loss / max(1, self._plain_losses)
+
+    def forget_losses(self) -> None:
+        """Forget the losses: a new step begins, or their gradients were discarded."""
+        self.loss, self._plain_losses, self._lacks_loss = None, 0, False
+
 
 class BackwardPass:
     """The backward pass of this rank. It calls the functions in `at_begin` and `at_end`."""
 
-    def __init__(
-        self,
-        accumulation: Accumulation,
-        scaler: StaticScale,
-        note_loss: Callable[[Tensor | None], None],
-    ) -> None:
-        """`note_loss`: called with the loss of a plain pass; with None if the pass had several losses."""
-        self.accumulation, self.scaler, self.note_loss = accumulation, scaler, note_loss
+    def __init__(self, accumulation: Accumulation, scaler: StaticScale) -> None:
+        self.accumulation, self.scaler = accumulation, scaler
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.running = False
@@ -176,7 +197,7 @@ class BackwardPass:
 
     def _note_reached(self) -> None:
         if self._reached is not None and self._reached[0] == self.number and not self.divided:
-            self.note_loss(self._reached[1])
+            self.accumulation.add_plain_loss(self._reached[1])
 
 
 # The losses of a pass ----------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from zero_full._compat import current_backward, post_accumulate_grad_hooks, with
 from zero_full.comm.lane import Lane, Pending
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
-from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
-from zero_full.shard.group.gradients import Spares
+from zero_full.shard.group.gradients import UNSCALED, Found, ShownGradients, Spares, names_of
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -60,7 +59,7 @@ def _before_accumulation(
         return
     running = alive.backward.running
     if not running:
-        alive.move_hooks_last([param])  # `_start` does it for the others
+        alive.move_hooks_last([param])  # `begin` does it for the others
     if has_peers and alive.reached is None and not alive.has_warned:
         alive.reached = param  # until it arrives. A gradient of `torch.autograd.grad` never does
         if not running:
@@ -241,6 +240,7 @@ class GradientReducer:
         awake = [group for group in self.every if not group.asleep]
         self.groups = [group for group in awake if not group.gradients.uses_param_grad]
         self.alone = [group for group in awake if group.gradients.uses_param_grad]
+        self.left_in_grad = {member for group in self.alone for member in group.members}
         self.replicated = [group for group in self.groups if group.gradients.is_replicated]
 
     def _watch(self, group: TrainedGroup) -> None:
@@ -288,22 +288,18 @@ class GradientReducer:
 
     # One pass ------------------------------------------------------------------------------------
 
-    def begin(self, divided: bool = False, scaled: bool = False) -> None:
-        """Start a backward pass, called by the engine or by a hook on a module's output."""
-        self._start(divided, scaled)
-        if self.state.scaler.scale != 1:  # autograd would add scaled gradients to the user's unscaled ones
-            preset = names_of(m for g in self.groups for m in g.members if m.param.grad is not None)
-            if preset:
-                raise RuntimeError(UNSCALED.format(preset))
-
     def begin_scaled(self, divided: bool, grad: Tensor) -> None:
         """Note that a pass has reached a scaled loss; start the pass if this is its first hook."""
         if not self.backward.is_at_work():
             self.begin(divided, scaled=True)
         self.backward.divided, self.backward.scaled = divided, True
 
-    def _start(self, divided: bool, scaled: bool) -> None:
-        """Prepare all groups for a backward pass, and finish it when autograd ends."""
+    def begin(self, divided: bool = False, scaled: bool = False, by_gradient: bool = False) -> None:
+        """Start a backward pass: prepare all groups for it, and finish it when autograd ends.
+
+        The engine calls this, or a hook on a module's output; for a plain `loss.backward()` the hook on its
+        first gradient does (`by_gradient`). `divided` and `scaled` tell what was done to the loss.
+        """
         if torch.cuda.is_initialized():
             check_not_capturing()
         self.begins()
@@ -332,6 +328,10 @@ class GradientReducer:
                     self.used.add(member)  # as in torch, also a gradient that user code has put there
         self.move_hooks_last(self.hooks)
         self.backward.when_autograd_ends(self.finish)
+        if self.state.scaler.scale != 1 and not by_gradient:
+            preset = names_of(m for g in self.groups for m in g.members if m.param.grad is not None)
+            if preset:  # autograd would add scaled gradients to these
+                raise RuntimeError(UNSCALED.format(preset))
 
     def move_hooks_last(self, params: Iterable[Tensor]) -> None:
         """Move our hooks behind the user's, which must see a gradient before it moves to a flat buffer."""
@@ -369,7 +369,7 @@ class GradientReducer:
         self.reached = None
         backward = self.backward
         if not backward.running:
-            self._start(divided=False, scaled=False)
+            self.begin(by_gradient=True)
         divisor = backward.divisor
         if divisor is None:
             divisor = backward.bring()
@@ -420,7 +420,7 @@ class GradientReducer:
         # Without a backward pass, what is in `param.grad` was written by user code and is not to be averaged.
         detached = gradients.detach() if self.had_pass else []
         # Tensors that the lane must keep alive until the job is done.
-        read = [gradient for _, gradient in detached]
+        read = list(dict(detached).values())
         for tensor in (gradients.local_grads, gradients.grad_slice):
             if tensor is not None:
                 read.append(tensor)
@@ -458,17 +458,16 @@ class GradientReducer:
             raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
-        self._show_gradients()
+        if self.hands_back and self.syncing and backward.is_boundary:
+            self._hand_back()
+            return
+        self.gradients.show(self.used - self.left_in_grad)
 
-    def _show_gradients(self) -> None:
-        """Put placeholders into `param.grad`, or averaged gradients for an optimizer that user code steps."""
-        members = [m for m in self.used if not self.place[m.param][0].gradients.uses_param_grad]
-        if self.hands_back and self.syncing and self.backward.is_boundary:
-            self.reduce_late()
-            for member in members:
-                self.gradients.hand_out(member, self.place[member.param][0].gradients.averaged(member))
-        else:
-            self.gradients.show(members)
+    def _hand_back(self) -> None:
+        """Put averaged gradients into `param.grad`, for an optimizer that user code steps."""
+        self.reduce_late()
+        for member in self.used - self.left_in_grad:
+            self.gradients.hand_out(member, self.place[member.param][0].gradients.averaged(member))
 
     def _take_unnoticed(self) -> None:
         """Take gradients of groups that woke up in this pass, which may have arrived before their hooks."""
@@ -512,7 +511,11 @@ class GradientReducer:
     @property
     def late(self) -> list[TrainedGroup]:
         """The groups that have got gradients on this rank after their reduction."""
-        return [] if self.unreduced else [group for group in self.groups if group.gradients.arrived]
+        late: list[TrainedGroup] = []
+        for group in () if self.unreduced else self.groups:
+            if group.gradients.arrived:
+                late.append(group)
+        return late
 
     def settle(self) -> None:
         """Reduce late gradients, if all others are reduced. Every rank must call this."""

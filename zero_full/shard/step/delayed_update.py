@@ -28,7 +28,7 @@ from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.formatting import listed
 from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.group.checksum import fingerprint
-from zero_full.shard.group.optimizer_state import StateByParameter
+from zero_full.shard.group.master import StateByParameter
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.process_groups import Groups

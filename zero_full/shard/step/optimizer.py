@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks
+from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks, step_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, NotFiniteError
@@ -50,16 +50,16 @@ from zero_full.shard.contents.rank_state import (
 )
 from zero_full.shard.contents.state import Contents, NewState, RankPart
 from zero_full.shard.deal.dealer import Sharded
-from zero_full.shard.group.grad_placeholder import Found
+from zero_full.shard.group.gradients import Found
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
-from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup, cut_state, holdings
 from zero_full.shard.group.parameters import GatherState, Member
 from zero_full.shard.group.process_groups import Groups
 from zero_full.shard.group.registry import register, unregister
+from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.guards.guard import Guard
 from zero_full.shard.guards.local_steps import LocalSteps, check_thawed
-from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites
+from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites, ParamGroups
 from zero_full.shard.guards.unfinished_step import UnfinishedStep
 from zero_full.shard.passes.backward import Accumulation, BackwardPass
 from zero_full.shard.passes.gather import ParameterGatherer
@@ -84,8 +84,6 @@ from zero_full.shard.step.wrapped_optimizer import (
     Base,
     NoOptimizer,
     OptimizerProxy,
-    check_param_groups,
-    listed_in,
     raise_on_gradients,
     run_hooks,
     zero_in_place,
@@ -159,20 +157,21 @@ class ZeroOptimizer(OptimizerProxy):
         self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
         register(self, (m.param for group in parts.groups for m in group.members))
-        self.listed = listed_in(self.param_groups)
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.writes = ParameterWrites(parts.groups)
         self.guards: list[Guard] = [self.watch, self.writes]  # checked before a forward and a step
-        self.local_steps: LocalSteps | None = None  # checked before a step only
+        self.step_guards: list[Guard] = [ParamGroups(base)]  # checked before a step only
+        self.local_steps: LocalSteps | None = None
         if self.steppers.own is not None:
             self.local_steps = LocalSteps(base, self.steppers.own, self.trained, self.writes)
+            self.step_guards.append(self.local_steps)
         self.reducer = GradientReducer(
             self.trained,
             self.lane,
             settings,
             scaler,
             parts.spares,
-            BackwardPass(accumulation, scaler, self.report.note_plain_loss),
+            BackwardPass(accumulation, scaler),
             averages=None if self.steppers.own is None else self.steppers.averages,
             begins=self._before_backward,
             thaws=partial(check_thawed, self.contents.stepper),
@@ -230,8 +229,19 @@ class ZeroOptimizer(OptimizerProxy):
         self.last = None
         self.calls += 1
         self.unfinished.run(self._step)
-        self.redirected.run_step_hooks(AFTER)
+        self._run_step_hooks(AFTER)
         return loss
+
+    def _run_step_hooks(self, when: int) -> None:
+        """Run the hooks on the wrapped `step` once per step, also if it is stepped in several parts."""
+        for hook in list(step_hooks(self.base)[when].values()):
+            with torch.no_grad():
+                answer = hook(self.base, (self.base,), {})
+            if answer is not None and when == BEFORE:
+                raise RuntimeError(
+                    "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
+                    "none here. Return None from the hook"
+                )
 
     def _step(self) -> None:
         """Run the phases of [Note: a step]."""
@@ -283,12 +293,11 @@ class ZeroOptimizer(OptimizerProxy):
                 raise RuntimeError(
                     "the last backward pass has failed: call zero_grad before the next forward"
                 )
-            self.redirected.run_step_hooks(BEFORE)
+            self._run_step_hooks(BEFORE)
             if self.base.state is not self.own_state:
                 self._take_back_state()
-            check_param_groups(self.base.param_groups, self.listed)
-            if self.local_steps is not None:
-                self.local_steps.check()
+            for guard in self.step_guards:
+                guard.check()
             for group in self.trained:
                 if group.master.is_separate:
                     group.master.follow_master()
@@ -348,7 +357,8 @@ class ZeroOptimizer(OptimizerProxy):
         finite = norm is None or isfinite(norm)
         applies = finite or (not self.gradients.are_own and not self.settings.check_overflow)
         if not finite:
-            self.report.tell(self.trained, self.groups.everyone, applies, self.scaler)
+            loss, everyone = self.accumulation.loss, self.groups.everyone
+            self.report.tell(self.trained, loss, everyone, applies, self.scaler)
         return Decision(applies, finite, norm, agreed.used)
 
     def _update(self, decision: Decision) -> Decision:
@@ -426,7 +436,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.report.learn(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
             act()
-        self.report.forget()  # after `at_step`, where the loss is read
+        self.accumulation.forget_losses()  # after `at_step`, where the loss is read
 
     def _warn_without_gradients(self) -> None:
         if not self.warned_without_gradients:
@@ -467,7 +477,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.gatherer.forget()
         if self.steppers.early is not None:
             self.steppers.early.drop()
-        self.report.forget()
+        self.accumulation.forget_losses()
         for group in self.trained:
             gradients = group.gradients
             gradients.forget(free=set_to_none is not None or not gradients.reuses_memory)

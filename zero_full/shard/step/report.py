@@ -20,50 +20,24 @@ SHOWN = 3  # parameters
 
 
 class NonFinite:
-    """Logs steps with gradients that are not finite, and sums the losses of a step."""
+    """Logs steps with gradients that are not finite."""
 
     def __init__(self) -> None:
-        self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
-        self.plain = 0  # losses in the sum that the engine has not divided by the micro-batches
-        self.partial = False  # a loss of this step is unknown
         self.finding = ""  # the last report
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Add a loss of this step, divided by the number of its micro-batches."""
-        loss = loss.detach().float()
-        self.loss = loss if self.loss is None else self.loss + loss
-
-    def note_plain_loss(self, loss: Tensor | None) -> None:
-        """Add a loss from a plain `loss.backward()`, of which the user's own divisor is unknown.
-
-        None: the loss was made from several outputs, so its value is unknown.
-        """
-        if loss is None:
-            self.partial = True
-        else:
-            self.plain += 1
-            self.note_loss(loss)
-
-    def forget(self) -> None:
-        """Forget the losses: a new step begins, or their gradients were discarded."""
-        self.loss, self.plain, self.partial = None, 0, False
-
-    def step_loss(self) -> Tensor | None:
-        """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
-        return None if self.partial or self.loss is None else self.loss / max(1, self.plain)
 
     def tell(
         self,
         trained: Sequence[TrainedGroup],
+        loss: Tensor | None,
         everyone: Sequence[Communicator],
         applied: bool,
         scaler: StaticScale,
     ) -> None:
         """Find the parameters and ranks with gradients that are not finite, and log a report.
 
-        Every rank must call this.
+        `loss`: of this step on this rank, if it is known. Every rank must call this.
         """
-        self.finding = investigate(trained, self.loss, everyone, this_rank())
+        self.finding = investigate(trained, loss, everyone, this_rank())
         self._log("applied nevertheless" if applied else "skipped", scaler)
 
     def log_average(self, error: NotFiniteError, scaler: StaticScale) -> None:

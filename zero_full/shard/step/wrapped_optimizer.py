@@ -7,21 +7,17 @@ optimizer's groups, state and defaults.
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import step_hooks
-from zero_full.shard.group.optimizer_state import StateByParameter
+from zero_full.shard.group.master import StateByParameter
 
-NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
 BEFORE, AFTER = 0, 1  # index into a pair of hook lists
 # Methods of the wrapped optimizer that call the proxy's. Groups, state and defaults are shared objects.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -36,17 +32,6 @@ class Base:
         me = weakref.ref(owner)
         for name in REDIRECTED:
             setattr(optimizer, name, MethodType(_redirect_to(me, name, getattr(optimizer, name)), optimizer))
-
-    def run_step_hooks(self, when: int) -> None:
-        """Run the hooks on the optimizer's `step` once per step, also if it is stepped in several parts."""
-        for hook in list(step_hooks(self.optimizer)[when].values()):
-            with torch.no_grad():
-                answer = hook(self.optimizer, (self.optimizer,), {})
-            if answer is not None and when == BEFORE:
-                raise RuntimeError(
-                    "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
-                    "none here. Return None from the hook"
-                )
 
 
 def run_hooks(
@@ -116,49 +101,6 @@ def raise_on_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Re
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
     return [param.register_post_accumulate_grad_hook(refuse) for param in trained]
-
-
-def listed_in(param_groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """List the ids of the parameters in each group, to detect a change later."""
-    listed = []
-    for group in param_groups:
-        listed.append(list(map(id, group["params"])))
-    return listed
-
-
-def check_param_groups(param_groups: Sequence[Mapping[str, Any]], listed: list[list[int]]) -> None:
-    """Raise RuntimeError if groups changed since `listed`, or if one of their options is no finite number."""
-    same = len(param_groups) == len(listed)
-    for group, params in zip(param_groups, listed, strict=False):
-        same = same and list(map(id, group["params"])) == params
-    if not same:
-        raise RuntimeError(
-            "parameters were added to the optimizer's groups or removed from them after initialize, where "
-            "the shards are laid out. Freeze a parameter with requires_grad_(False), or pass it frozen to "
-            "initialize"
-        )
-    if problem := invalid_option(param_groups):
-        raise RuntimeError(problem)
-
-
-def _is_usable(value: Any) -> bool:
-    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        value = value.item()  # on an accelerator it would wait for the device, so it is not checked
-    if value is None:  # torch's Adafactor: the smallest number of the dtype
-        return True
-    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
-
-
-def invalid_option(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the message about the first option that is no finite number, or ""."""
-    for number, group in enumerate(param_groups):
-        for key in NUMBERS:
-            value = group.get(key, 0.0)
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                if isfinite(each) if type(each) is float else _is_usable(each):
-                    continue
-                return f"{key} of the optimizer's parameter group {number} is {value!r}, not a finite number"
-    return ""
 
 
 def zero_in_place(params: Iterable[Parameter]) -> None:
