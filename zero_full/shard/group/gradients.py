@@ -46,7 +46,6 @@ from torch import Tensor
 
 from zero_full._compat import foreach_zero, identity_of, without_overrides
 from zero_full.offload.host_device_copies import Flow, HostGradientSlice
-from zero_full.precision.norms import all_finite
 from zero_full.settings import Settings
 from zero_full.shard.group.parameters import FlatParameters, Member, placeholder_scalar
 from zero_full.shard.group.process_groups import Reduce
@@ -109,7 +108,9 @@ class FlatGradients:
         self.slice_is_valid = False  # `grad_slice` holds gradients of this step
         self.slice_is_shared = False  # averaged over `across`, too
         self.arrived: set[Member] = set()  # parameters with a gradient in `local_grads`
-        self.local_finite: Tensor | None = None  # bool on the device: own gradients are finite; None: unknown
+        # The smallest and the largest of this rank's own gradients in each reduction since the last step: NaN
+        # if one of them is. One operation on the device; the host reads them only to report an overflow.
+        self.local_ends: list[Tensor] = []
 
     # This rank's own -----------------------------------------------------------------------------
 
@@ -194,9 +195,8 @@ class FlatGradients:
         for member in self.members:
             if member not in self.arrived:  # not used on this rank, but perhaps on others: contribute zero
                 local[self.windows[member.index]].zero_()
-        if self.checks_finite:  # queued on the device; the host reads it only to report an overflow
-            finite = all_finite([local], local.device)
-            self.local_finite = finite if self.local_finite is None else self.local_finite & finite
+        if self.checks_finite and local.numel() and not local.is_meta:
+            self.local_ends += torch.aminmax(local)
         if averages:
             self._average(local, wire, last)
         else:
@@ -330,7 +330,7 @@ class FlatGradients:
                 param.grad = None
         self.arrived.clear()
         self.slice_is_valid = self.slice_is_shared = False
-        self.local_finite = None
+        self.local_ends.clear()
         if free:
             self.local_grads = self.grad_slice = None
 

@@ -158,7 +158,7 @@ class GradientState:
         """Note that a step was applied or skipped, so that later passes count as new ones."""
         self.passes = self.backward.count
         for group in self.groups:
-            group.gradients.local_finite = None
+            group.gradients.local_ends.clear()
 
     def forget(self) -> None:
         """Reset the factors, because the gradients are discarded."""

@@ -105,8 +105,8 @@ def _look_here(trained: Sequence[TrainedGroup], loss: Tensor | None, rank: int) 
                 asked.append((finding.parameters, member.name, finite))
                 if gradients.uses_param_grad:
                     asked.append((finding.sources, rank, finite))
-        if gradients.local_finite is not None:
-            asked.append((finding.sources, rank, gradients.local_finite))
+        if gradients.local_ends:
+            asked.append((finding.sources, rank, torch.stack(gradients.local_ends).isfinite().all()))
     if loss is not None:
         asked.append((finding.losses, rank, torch.isfinite(loss).all()))
     if asked:
