@@ -33,7 +33,7 @@ def test_two_gradient_buffers_are_enough_for_any_number_of_buckets(
 ) -> None:
     for depth in (4, 12):
         record = recorded(Case(stage, keys=keys, steps=2, depth=depth))
-        assert most_alive(record, " _memory") == 2
+        assert most_alive(record, " _open") == 2
 
 
 def test_buffers_pile_up_if_nobody_waits() -> None:
@@ -42,7 +42,7 @@ def test_buffers_pile_up_if_nobody_waits() -> None:
             DRAIN(self, leave)
 
     with mock.patch.object(GradientReducer, "_drain", drain_at_the_end):
-        assert most_alive(recorded(Case(2, steps=2, depth=12)), " _memory") == 12
+        assert most_alive(recorded(Case(2, steps=2, depth=12)), " _open") == 12
 
 
 def test_two_units_are_gathered_at_a_time_and_the_third_takes_the_place_of_the_first() -> None:

@@ -327,8 +327,8 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
             raise RuntimeError(OFFLOADED)
         if self.settled is not None:
             self.settled()
-        owner = self.owners[key] if isinstance(key, Tensor) and key in self.owners else self._owner(key)
-        return self.data.setdefault(owner, {})
+        owner = self.owners.get(key) if isinstance(key, Tensor) else None
+        return self.data.setdefault(self._owner(key) if owner is None else owner, {})
 
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
         if self._owner(key) is key:

@@ -60,8 +60,8 @@ def _before_accumulation(
     running = alive.backward.running
     if not running:
         alive.move_hooks_last([param])  # `begin` does it for the others
-    if has_peers and alive.reached is None and not alive.has_warned:
-        alive.reached = param  # until it arrives. A gradient of `torch.autograd.grad` never does
+    if has_peers and alive.not_arrived is None and not alive.has_warned:
+        alive.not_arrived = param  # until it arrives. A gradient of `torch.autograd.grad` never does
         if not running:
             alive.backward.when_autograd_ends(alive.warn_not_averaged)
     if alive.gradients.shown:
@@ -190,31 +190,31 @@ class GradientReducer:
         wakes       called with a group that was asleep until now
         hands_back  put averaged gradients into `param.grad`, for an optimizer that user code steps
         """
-        self.every = list(groups)
+        self.all_groups = list(groups)
         self.lane, self.spares, self.backward = lane, spares, backward
         self.every_backward, self.by_module = settings.frees_gradients, settings.releases_parameters
         self.on_arrival = settings.copy_on_arrival
         self.averages, self.begins, self.thaws, self.wakes = averages, begins, thaws, wakes
         self.hands_back = hands_back
-        self.state = GradientState(self.every, scaler, self.backward, averages)
+        self.state = GradientState(self.all_groups, scaler, self.backward, averages)
         self.gradients = ShownGradients(self._zero)
         self.written = HandWritten()
-        self.place: dict[Tensor, tuple[TrainedGroup, Member]] = {
+        self.group_and_member: dict[Tensor, tuple[TrainedGroup, Member]] = {
             member.param: (group, member) for group in groups for member in group.members
         }
         self.sleepers = [group for group in groups if group.asleep]
         self._sort()
         # State of the whole run.
-        self.trail = 0  # checksum of the reduced groups in their order, equal on every rank
+        self.order_checksum = 0  # checksum of the reduced groups in their order, equal on every rank
         # Groups reduced only when a pass ends, after late gradients; equal on every rank.
-        self.patient: set[TrainedGroup] = set()
+        self.reduced_last: set[TrainedGroup] = set()
         self.has_warned = False  # the warning about `torch.autograd.grad` was logged
         # State since the last step.
         self.began = False  # there was a backward pass, or user code wrote a gradient
         self.had_pass = False  # there was a backward pass
         self.sent_zeros = False  # there was none, and `flush` took part in the reductions of other ranks
         self.used: set[Member] = set()  # parameters with a gradient
-        self.kept_back = False  # a no_sync block since the last reduction
+        self.skipped_sync = False  # a no_sync block since the last reduction
         self.unreduced = False  # a backward pass has left gradients that are not reduced
         # State of the running pass.
         self.no_sync = False  # inside no_sync
@@ -222,10 +222,10 @@ class GradientReducer:
         self.wait_for_end = False  # reduce only when the pass ends, because a recomputed part was seen
         self.launched: set[TrainedGroup] = set()  # reductions that are queued or done
         self.missing: dict[TrainedGroup, set[Member]] = {}  # parameters without a gradient so far
-        self.turns: deque[TrainedGroup] = deque()  # groups to be reduced before the pass ends, in order
+        self.queue: deque[TrainedGroup] = deque()  # groups to be reduced before the pass ends, in order
         self.producers: dict[TrainedGroup, list[object]] = {}  # streams that have written gradients
         self.pending: list[Pending] = []  # queued reductions, the oldest first
-        self.reached: Tensor | None = None  # has a gradient that has not arrived, and would be averaged
+        self.not_arrived: Tensor | None = None  # has a gradient that has not arrived, and would be averaged
         self.zeroed: set[Member] = set()  # gradients cleared by user code since the last pass
         self.woken: set[TrainedGroup] = set()  # groups that woke up since the last pass, without hooks yet
         # Hooks get a weak reference: Python's garbage collector cannot free a cycle through a tensor's hooks.
@@ -237,10 +237,10 @@ class GradientReducer:
 
     def _sort(self) -> None:
         """Divide the groups by whether they have buffers to reduce or leave gradients in `param.grad`."""
-        awake = [group for group in self.every if not group.asleep]
+        awake = [group for group in self.all_groups if not group.asleep]
         self.groups = [group for group in awake if not group.gradients.uses_param_grad]
-        self.alone = [group for group in awake if group.gradients.uses_param_grad]
-        self.left_in_grad = {member for group in self.alone for member in group.members}
+        self.unbuffered = [group for group in awake if group.gradients.uses_param_grad]
+        self.left_in_grad = {member for group in self.unbuffered for member in group.members}
         self.replicated = [group for group in self.groups if group.gradients.is_replicated]
 
     def _watch(self, group: TrainedGroup) -> None:
@@ -260,7 +260,7 @@ class GradientReducer:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Accumulate gradients of passes in this block on this rank, without reducing them (`no_sync`)."""
-        before, self.no_sync, self.kept_back = self.no_sync, True, True
+        before, self.no_sync, self.skipped_sync = self.no_sync, True, True
         try:
             yield
         finally:
@@ -315,10 +315,10 @@ class GradientReducer:
         self.launched.clear()
         self.zeroed.clear()
         self.began = self.had_pass = self.unreduced = True
-        self.turns.clear()
+        self.queue.clear()
         for group in self.groups:
-            if group not in self.patient:
-                self.turns.append(group)
+            if group not in self.reduced_last:
+                self.queue.append(group)
             self.producers[group] = []
             missing = self.missing[group] = set()
             for member in group.members:
@@ -358,15 +358,15 @@ class GradientReducer:
 
     def warn_not_averaged(self) -> None:
         """Warn once, at the end of a pass, that gradients from `torch.autograd.grad` are not averaged."""
-        if self.reached is not None and not self.has_warned:
+        if self.not_arrived is not None and not self.has_warned:
             self.has_warned = True
-            log.warning(NOT_AVERAGED, self.place[self.reached][1].name)
-        self.reached = None
+            log.warning(NOT_AVERAGED, self.group_and_member[self.not_arrived][1].name)
+        self.not_arrived = None
 
     def arrived(self, param: Tensor) -> None:
         """Move a gradient that autograd has completed to its flat buffer, and reduce complete groups."""
-        group, member = self.place[param]
-        self.reached = None
+        group, member = self.group_and_member[param]
+        self.not_arrived = None
         backward = self.backward
         if not backward.running:
             self.begin(by_gradient=True)
@@ -396,15 +396,15 @@ class GradientReducer:
 
     def _launch_complete(self) -> None:
         """Reduce complete groups in list order, equal on every rank; stop at the first incomplete one."""
-        while self.turns and not self.missing[self.turns[0]]:
-            self._launch(self.turns.popleft())
+        while self.queue and not self.missing[self.queue[0]]:
+            self._launch(self.queue.popleft())
 
     @torch.no_grad()
     def complete(self, group: ParameterGroup) -> None:
         """Reduce a group at stage 3, because all modules that use it have finished their backward."""
         if not isinstance(group, TrainedGroup) or group.asleep or group.gradients.uses_param_grad:
             return
-        if self.syncing and group not in self.launched and group not in self.patient:
+        if self.syncing and group not in self.launched and group not in self.reduced_last:
             self._launch(group)
 
     def _launch(self, group: TrainedGroup) -> None:
@@ -415,7 +415,7 @@ class GradientReducer:
         """
         self._drain(IN_FLIGHT - 1)
         self.launched.add(group)
-        self.trail = crc32(group.name.encode(), self.trail)
+        self.order_checksum = crc32(group.name.encode(), self.order_checksum)
         gradients = group.gradients
         # Without a backward pass, what is in `param.grad` was written by user code and is not to be averaged.
         detached = gradients.detach() if self.had_pass else []
@@ -434,7 +434,7 @@ class GradientReducer:
         It depends only on settings, passes and `no_sync`, so that it is equal on every rank.
         """
         gradients = group.gradients
-        adds_up = self.kept_back or (not self.every_backward and self.backward.accumulation.adds_up())
+        adds_up = self.skipped_sync or (not self.every_backward and self.backward.accumulation.adds_up())
         exact = gradients.accumulate if adds_up else group.parameters.dtype
         return gradients.settings.dtypes.reduce or exact
 
@@ -450,7 +450,7 @@ class GradientReducer:
         if not backward.running:
             return
         backward.end()
-        if self.reached is not None:
+        if self.not_arrived is not None:
             self.warn_not_averaged()
         if self.woken:
             self._take_unnoticed()
@@ -467,7 +467,7 @@ class GradientReducer:
         """Put averaged gradients into `param.grad`, for an optimizer that user code steps."""
         self.reduce_late()
         for member in self.used - self.left_in_grad:
-            self.gradients.hand_out(member, self.place[member.param][0].gradients.averaged(member))
+            self.gradients.hand_out(member, self.group_and_member[member.param][0].gradients.averaged(member))
 
     def _take_unnoticed(self) -> None:
         """Take gradients of groups that woke up in this pass, which may have arrived before their hooks."""
@@ -499,14 +499,14 @@ class GradientReducer:
     def _reduce_rest(self) -> None:
         """Reduce all groups that are not reduced yet, also those without gradients on this rank."""
         self._drain(0)
-        # Patient groups last: during the pass they were left out of `turns`, on all ranks.
-        for is_patient in (False, True):
+        # During the pass `queue` had only groups that are not in `reduced_last`, on all ranks.
+        for is_last in (False, True):
             for group in self.groups:
-                if (group in self.patient) is is_patient and group not in self.launched:
+                if (group in self.reduced_last) is is_last and group not in self.launched:
                     self._launch(group)
         self._drain(0)
         self.spares.clear()
-        self.unreduced = self.kept_back = False
+        self.unreduced = self.skipped_sync = False
 
     @property
     def late(self) -> list[TrainedGroup]:
@@ -527,7 +527,7 @@ class GradientReducer:
         """Reduce groups with late gradients on any rank. Every rank must call this.
 
         A parameter may be used outside of its module, or again in a recomputed part. From now on such a group
-        is `patient`: it is reduced when the pass ends.
+        is reduced when the pass ends (`reduced_last`).
         """
         late = set(self.late)
         pairs = dict.fromkeys((group.ranks, group.across) for group in self.groups)
@@ -538,7 +538,7 @@ class GradientReducer:
             for communicator in (ranks, across):
                 communicator.sum_numbers(flags, "gradients that came late")
             for group in (group for group, flag in zip(theirs, flags.tolist(), strict=True) if flag):
-                self.patient.add(group)
+                self.reduced_last.add(group)
                 self._launch(group)
         self._drain(0)
 
@@ -550,7 +550,7 @@ class GradientReducer:
         Cleared gradients are set to zero. Written ones are returned, for `put`. Raises RuntimeError for
         written gradients under a loss scale, and for gradients of parameters that were always frozen.
         """
-        if self.sleepers or self.woken or self.alone:
+        if self.sleepers or self.woken or self.unbuffered:
             self._catch_up()
         found = self.gradients.changes()
         for group in self.sleepers:
@@ -579,7 +579,7 @@ class GradientReducer:
             if any(m.param.grad is not None for group in self.woken for m in group.members):
                 self.began = self.unreduced = True
             self._take_unnoticed()
-        for group in self.alone:  # as in torch, also gradients that user code has put there
+        for group in self.unbuffered:  # as in torch, also gradients that user code has put there
             for member in group.members:
                 if member.param.grad is not None and member not in self.used:
                     self.used.add(member)
@@ -599,7 +599,7 @@ class GradientReducer:
                 f"{member.name}.grad was set to a {gradient.layout} tensor. Set it to a dense one "
                 "(to_dense())"
             )
-        group = self.place[member.param][0]
+        group = self.group_and_member[member.param][0]
         if group.gradients.has_peers:
             self.written.note(GRADIENT, member, gradient)
         member.param.grad = None
@@ -612,7 +612,7 @@ class GradientReducer:
     def give(self, member: Member, gradient: Tensor) -> None:
         """Set the gradient of a parameter that has none from a backward pass. Every rank must call this."""
         param = member.param
-        group = self.place[param][0]
+        group = self.group_and_member[param][0]
         if group.asleep:
             check_trained([member])
         if group.gradients.uses_param_grad:
@@ -624,7 +624,7 @@ class GradientReducer:
 
     def _zero(self, member: Member) -> None:
         """Set a gradient to zero that user code has cleared, and note it for the comparison between ranks."""
-        gradients = self.place[member.param][0].gradients
+        gradients = self.group_and_member[member.param][0].gradients
         gradients.drop(member)
         # Without a valid slice it is one addend of an average to come, which ranks may clear independently.
         if gradients.has_peers and gradients.slice_is_valid:

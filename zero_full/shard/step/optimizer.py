@@ -307,7 +307,7 @@ class ZeroOptimizer(OptimizerProxy):
                 for group in self.trained:
                     group.master.adopt_device_writes()
             if self.settings.needs_norm:
-                for group in self.reducer.alone:
+                for group in self.reducer.unbuffered:
                     group.gradients.check_dense()
             return self.reducer.find_user_changes(), None
         except Exception as error:  # a user's step hook may raise any type
@@ -322,7 +322,7 @@ class ZeroOptimizer(OptimizerProxy):
             ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
             ("a backward pass before the step", reducer.had_pass),
-            ("order of reductions", reducer.trail),
+            ("order of reductions", reducer.order_checksum),
             ("signals watched", self.signals.told),
         ]
         is_apart = self.local_steps is not None and self.contents.stepper.is_apart
@@ -415,17 +415,24 @@ class ZeroOptimizer(OptimizerProxy):
         """
         if self.gatherer is not None:
             self.gatherer.release_all()
-        here, flow, pending = self.lane.producer(), self.parts.flow, []
+        whole: dict[TrainedGroup, Tensor] = {}
         for group in trained:
-            parameters = group.parameters
-            parameters.node_copy = None  # it has the old values
-            if parameters.state is GatherState.WHOLE:
-                job = parameters.collect if flow is None else partial(collect, group)
-                pending.append(self.lane.submit(job, [parameters.full], [here]))
-        for each in pending:
-            each.wait()
-        if flow is not None:
+            group.parameters.node_copy = None  # it has the old values
+            if group.parameters.state is GatherState.WHOLE:
+                whole[group] = group.parameters.full
+        if whole:
+            gather = partial(self._gather_all, whole)
+            self.lane.submit(gather, whole.values(), [self.lane.producer()]).wait()
+        if self.parts.flow is not None:
             await_parameters(self.groups, trained)
+
+    def _gather_all(self, groups: Iterable[TrainedGroup]) -> None:
+        """All-gather the parameters of these groups. Runs on the lane, as one job."""
+        for group in groups:
+            if self.parts.flow is None:
+                group.parameters.collect()
+            else:
+                collect(group)
 
     def _count(self, decision: Decision, scale: float) -> None:
         """Record a step that was applied or skipped, and update a dynamic loss scale."""

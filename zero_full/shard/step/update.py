@@ -191,8 +191,9 @@ class Steppers:
         pieces: list[Piece] = []
         for group in rest:
             pieces += group.master.fetch(used, stepper.fuses)
+        state = self.optimizer.state
         for piece in pieces:
-            piece.state = self.optimizer.state[piece.master]
+            piece.state = state[piece.master]
         if rest:
             peers = self.no_peers if stepper.is_alone else self.peers_of(rest, used, self.lane, self.owners)
             stepper.step(pieces, factor, peers)
