@@ -1,6 +1,6 @@
 """Mistakes that the search for races must find: each puts something wrong in one place of the package."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -107,39 +107,39 @@ def release_unfinished(self: FlatParameters) -> None:
 RELEASE = FlatParameters.release
 
 
-def use_unfinished(self: FlatParameters, gathers: Any) -> None:
+def use_unfinished(self: FlatParameters) -> None:
     """Parameters are used before they have arrived."""
-    self.begin_gather(gathers)
     self.pending, self.state = None, GatherState.WHOLE
     self.show()
 
 
 def begin_gather_filled_late(self: FlatParameters, gathers: Any) -> None:
     """Memory is made for the gathered parameters after the other stream was told what to wait for."""
-    if self.state is GatherState.SHARDED:
-        here = gathers.producer()
+    here = gathers.producer()
 
-        def collect() -> None:
-            with here:
-                self.full.untyped_storage().resize_(self.full.nbytes)
-            self.collect()
+    def collect() -> None:
+        with here:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+        self.collect()
 
-        self.state = GatherState.GATHERING
-        self.pending = gathers.submit(collect, [], [here])
+    self.state = GatherState.GATHERING
+    self.pending = gathers.submit(collect, [], [here])
 
 
 def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any) -> None:
     """The node's copy is let go while the gather reads it."""
-    if self.state is GatherState.SHARDED:
-        self.full.untyped_storage().resize_(self.full.nbytes)
-        self.state = GatherState.GATHERING
-        self.pending = gathers.submit(self.collect, [], [gathers.producer()])
-        self.node_copy = None
+    self.full.untyped_storage().resize_(self.full.nbytes)
+    self.state = GatherState.GATHERING
+    self.pending = gathers.submit(self.collect, [], [gathers.producer()])
+    self.node_copy = None
 
 
-def done_here(self: ParameterGatherer, group: ParameterGroup) -> None:
+def leave_here(self: ParameterGatherer, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
     """A module has run on another stream than the one that its parameters' memory belongs to."""
-    group.parameters.users -= 1
+    for group in groups:
+        group.parameters.users -= 1
+        if not keep:
+            self.release(group)
 
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
@@ -155,7 +155,8 @@ def send_on_two_lanes(self: ZeroOptimizer, groups: Any) -> None:
     """The next forward's gathers begin already, and the same buffers are sent after the step."""
     assert self.gatherer is not None
     for group in groups:
-        group.parameters.begin_gather(self.gatherer.lane)
+        if group.parameters.state is GatherState.SHARDED:
+            group.parameters.begin_gather(self.gatherer.lane)
     for group in groups:
         self.lane.submit(group.parameters.collect, [], [self.lane.producer()]).wait()
 
@@ -273,7 +274,7 @@ MISTAKES = {
         "parameters layers.3.linear",
     ),
     "the streams that modules run on are forgotten": Mistake(
-        instead(ParameterGatherer, "_done_with", done_here), Case(3, "two streams"), "begin_gather"
+        instead(ParameterGatherer, "_leave", leave_here), Case(3, "two streams"), "begin_gather"
     ),
     "the last reductions are not waited for": Mistake(
         instead(GradientReducer, "_drain", drain_but_the_last), Case(2, keys={"gradient_clipping": 0.1})

@@ -38,7 +38,7 @@ CACHES = {  # of what depends on the arguments alone
     "construct.recorded_tensor._nothing": "one number by dtype, which nobody writes",
     "construct.recorded_tensor._shown": "windows into that number, by dtype and shape",
     "shard.group.parameters.placeholder_scalar": "one number by dtype and device, behind released parameters",
-    "shard.group.released._released": "by class",
+    "shard.group.released.released_class": "by class",
     "fit.grammar.families": "of a file of the package, which nobody writes",
     "kernels.toolchain._output_of": "what a compiler of this machine says of itself",
     "kernels.file_threads._functions": "of a library that is loaded, by path",

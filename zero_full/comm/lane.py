@@ -123,7 +123,8 @@ class LazyLane(_HostLane):
         """Run the queued jobs in order, up to this number."""
         while self.done < until:
             self.done += 1
-            _without_grad(self.waiting.popleft())
+            with torch.no_grad():
+                self.waiting.popleft()()
 
 
 @dataclass
@@ -143,7 +144,8 @@ class ThreadLane(_HostLane):
     stops_host = True
 
     def __init__(self, name: str = "zero_full-collectives") -> None:
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+        # Grad mode is a thread's own: the caller's does not hold on the worker.
+        self.worker = ThreadPoolExecutor(1, name, partial(torch.set_grad_enabled, False))
         self.owner_pid = os.getpid()
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
@@ -153,7 +155,7 @@ class ThreadLane(_HostLane):
                 "an engine of the parent is used in a forked process, which has none of its threads. Use it "
                 "in the parent, or start processes by spawn and initialize there."
             )
-        return _ThreadJob(self.worker.submit(_without_grad, job))
+        return _ThreadJob(self.worker.submit(job))
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises none of their errors."""
@@ -163,11 +165,6 @@ class ThreadLane(_HostLane):
     def close(self) -> None:
         """End the thread after its queued jobs. A forked child does not wait: it has no such thread."""
         self.worker.shutdown(wait=os.getpid() == self.owner_pid)
-
-
-def _without_grad(job: Job) -> None:
-    with torch.no_grad():  # grad mode is a thread's own: the caller's does not hold on the worker
-        job()
 
 
 @dataclass

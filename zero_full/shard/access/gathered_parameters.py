@@ -271,8 +271,8 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            for group in chosen:
-                group.parameters.check_present()
+            if any(group.parameters.is_offloaded for group in chosen):
+                raise RuntimeError(OFFLOADED)
             if self.modifier_rank is not None and optimizer.states_offloaded:
                 raise RuntimeError(OFFLOADED)  # masters must follow the changes, and may be empty
             optimizer.on_every_rank("GatheredParameters")
@@ -315,7 +315,7 @@ class GatheredParameters:
                     # User code may have kept views: `release` must leave them their memory.
                     group.parameters.lent = group.parameters.released_at_rest
                     # After an exception all writes are discarded.
-                    group.parameters.note_versions(set(members) if adopts else None)
+                    group.parameters.note_versions(set(members if adopts else group.members))
                 context.__exit__(*failure)
             recorded.__exit__(*failure)
         if problem:

@@ -28,7 +28,7 @@ from zero_full.layout import FlatLayout, Fragment
 from zero_full.offload import ParamSlice, ParamStore
 from zero_full.precision.dtypes import NAMES, Dtypes
 from zero_full.shard.group.process_groups import Pair
-from zero_full.shard.group.released import OFFLOADED, mark_released, unmark_released
+from zero_full.shard.group.released import OFFLOADED, released_class
 
 ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, the alignment of vectorized loads
 
@@ -185,25 +185,19 @@ class FlatParameters:
     # Whole and sharded ---------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Point the parameters to their windows in the buffer."""
+        """Point the parameters to their windows in the buffer, and restore their own classes."""
+        for param, window in zip(self.params, self.windows, strict=True):
+            if self.hidden:
+                param.__class__ = param.present  # type: ignore[attr-defined]
+            param.data = window
         self.hidden = False
-        for member, window in zip(self.members, self.windows, strict=True):
-            unmark_released(member.param)
-            member.param.data = window
-        self.note_versions()
+        self.versions = list(map(version_of, self.params))
 
-    def note_versions(self, of: Container[Member] | None = None) -> None:
-        """Note the version counters: writes until now were adopted or discarded.
-
-        `of`: the members to note; None: all.
-        """
-        if of is None:
-            self.versions = list(map(version_of, self.params))
-            return
-        before = self.versions or [0] * len(self.members)
+    def note_versions(self, of: Container[Member]) -> None:
+        """Note the version counters of these members: writes until now were adopted or discarded."""
         self.versions = [
             version_of(member.param) if member in of else version
-            for member, version in zip(self.members, before, strict=True)
+            for member, version in zip(self.members, self.versions, strict=True)
         ]
 
     def written(self) -> list[str]:
@@ -213,15 +207,20 @@ class FlatParameters:
 
     def hide(self) -> None:
         """Point the parameters to placeholders of their shapes, and make use of their values raise."""
+        if self.hidden:
+            return
         self.hidden = True
         for member, placeholder in zip(self.members, self.placeholders, strict=True):
-            member.param.data = placeholder
-            mark_released(member.param, member.name)
+            param = member.param
+            param.data = placeholder
+            param.released_name = member.name  # type: ignore[attr-defined]
+            param.__class__ = released_class(type(param))
 
     def reassigned(self) -> list[tuple[Member, Tensor]]:
         """Find parameters that user code gave other memory (`param.data = x`, `module.to(...)`).
 
-        Returns them with the windows or placeholders that they should have.
+        Returns them with their windows. Raises RuntimeError while they are released, because the values
+        would be lost.
         """
         places = self.placeholders if self.hidden else self.windows
         found = []
@@ -230,6 +229,13 @@ class FlatParameters:
                 param = member.param
                 if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
                     found.append((member, place))
+        if found and self.hidden:
+            member = found[0][0]
+            raise RuntimeError(
+                f"{member.name} was assigned a tensor while it was sharded or offloaded, by param.data = ... "
+                f"or a conversion of the module. It is {_kind_of(member.param.data)} now. Do that inside "
+                "zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
+            )
         return found
 
     @torch.no_grad()
@@ -238,12 +244,6 @@ class FlatParameters:
         adopted = []
         for member, window in self.reassigned():
             given = member.param.data
-            if self.hidden:
-                raise RuntimeError(
-                    f"{member.name} was assigned a tensor while it was sharded or offloaded, by param.data = "
-                    f"... or a conversion of the module. It is {_kind_of(given)} now. Do that inside "
-                    "zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
-                )
             if (given.shape, given.dtype, given.device) != (window.shape, window.dtype, window.device):
                 raise RuntimeError(
                     f"{member.name} was {_kind_of(window)} at initialize and is {_kind_of(given)} now. "
@@ -282,58 +282,46 @@ class FlatParameters:
             self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.start_read(True)
         )
 
-    def check_present(self) -> None:
-        """Raise RuntimeError if the values are offloaded, because their memory is empty."""
+    def begin_gather(self, lane: Lane) -> None:
+        """Queue the all-gather of the sharded values on a lane."""
         if self.is_offloaded:
             raise RuntimeError(OFFLOADED)
+        self.reassigned()  # raises for a parameter that was assigned a tensor while it was released
+        # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.home = lane.producer()
+        used = [] if self.node_copy is None else [self.node_copy]
+        if self.slice.is_offloaded and not used:
+            self.slice.start_read()
+        try:
+            self.pending = lane.submit(self.collect, used, [self.home])
+        except BaseException:
+            self.full.untyped_storage().resize_(0)
+            raise
+        self.state = GatherState.GATHERING
 
-    def begin_gather(self, lane: Lane) -> None:
-        """Queue the all-gather on a lane, unless the values are present or already being gathered."""
-        if self.state is GatherState.SHARDED:
-            self.check_present()
-            self.adopt_assigned()
-            # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
-            self.full.untyped_storage().resize_(self.full.nbytes)
-            self.home = lane.producer()
-            used = [] if self.node_copy is None else [self.node_copy]
-            if self.slice.is_offloaded and not used:
-                self.slice.start_read()
-            try:
-                self.pending = lane.submit(self.collect, used, [self.home])
-            except BaseException:
-                self.full.untyped_storage().resize_(0)
-                raise
-            self.state = GatherState.GATHERING
-
-    def finish_gather(self, lane: Lane) -> None:
-        """Wait for the all-gather, which begins now if it has not, and show the values."""
-        if self.state is GatherState.SHARDED:
-            self.begin_gather(lane)
-        if self.state is GatherState.GATHERING:
-            self._await()
-            self.show()
-            self.state = GatherState.WHOLE
-
-    def _await(self) -> None:
-        """Wait for the all-gather; free the memory if it has failed."""
+    def finish_gather(self) -> None:
+        """Wait for the queued all-gather, and show the values; free the memory if it has failed."""
         pending, self.pending = self.pending, None
         assert pending is not None
         try:
             pending.wait()
         except BaseException:
-            self._free()
+            self.full.untyped_storage().resize_(0)
+            self.state = GatherState.SHARDED
             raise
+        self.show()
+        self.state = GatherState.WHOLE
 
     def release(self) -> None:
-        """Free the gathered values, unless a module is using them."""
+        """Free the gathered values, unless a module is using them.
+
+        Raises RuntimeError if user code has written to them, because such writes are lost.
+        """
         if not self.released_at_rest or self.users or self.state is GatherState.SHARDED:
             return
         if self.state is GatherState.GATHERING:  # the collective is still writing to the memory
-            self._await()
-        self._free()
-
-    def _free(self) -> None:
-        """Free the gathered values; raise RuntimeError if user code wrote to them, as writes are lost."""
+            self.finish_gather()
         lost = list[str]()
         if not self.hidden:  # look for writes by user code before `hide` changes `param.data`
             if moved := self.reassigned():

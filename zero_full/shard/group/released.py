@@ -101,22 +101,9 @@ class ReleasedTensor(Tensor):
 
 
 @cache
-def _released(kind: type[Parameter]) -> type[Parameter]:
-    """Make the class of released parameters of the class `kind`. It is cached, so one class each."""
+def released_class(kind: type[Parameter]) -> type[Parameter]:
+    """Return the class of released parameters of the class `kind`, which is its attribute `present`."""
     return type(f"Released{kind.__name__}", (ReleasedTensor, kind), {"present": kind})
-
-
-def mark_released(param: Parameter, name: str) -> None:
-    """Change the parameter's class, so that every use of its values raises."""
-    if not isinstance(param, ReleasedTensor):
-        param.released_name = name  # type: ignore[attr-defined]
-        param.__class__ = _released(type(param))
-
-
-def unmark_released(param: Parameter) -> None:
-    """Restore the parameter's own class."""
-    if isinstance(param, ReleasedTensor):
-        param.__class__ = param.present  # type: ignore[attr-defined]
 
 
 def _module_using(used: Any) -> str:

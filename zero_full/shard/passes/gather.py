@@ -25,7 +25,8 @@ too. If no module around it has gathered the unit, the hook gathers it for its o
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -67,25 +68,13 @@ class Site:
         self.is_used_unseen = False  # the parameters have a use without a mark
         self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
 
-    def tells(self) -> bool:
-        """Return whether marks cover all uses of the parameters: see [Note: backward done]."""
-        is_repeated_once = self.silent == 1 and not self.marked  # by re-entrant checkpointing
-        return not self.is_used_unseen and (not self.silent or is_repeated_once)
 
-    def forget(self) -> None:
-        """Expect no backward of earlier calls."""
-        self.backwards_due = self.silent = self.marked = 0
-        self.is_used_unseen = False
-
-
+@dataclass(eq=False)
 class Call:
     """One forward call of a site, which needs the parameters again in its backward."""
 
-    __slots__ = ("needed", "site")
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.needed: list[ParameterGroup] = []  # groups that its running backward uses
+    site: Site
+    needed: list[ParameterGroup] = field(default_factory=list)  # groups that its running backward uses
 
 
 class Order:
@@ -118,11 +107,6 @@ class Order:
     def coming(self) -> Sequence[Site]:
         """Return all sites of the known order that were neither reached nor prefetched."""
         return self.known[self.begun :]
-
-    def begin_early(self, site: Site) -> None:
-        """Note that the next site is prefetched."""
-        self.begun += 1
-        self.ahead += site.numel
 
 
 class ParameterGatherer:
@@ -202,13 +186,14 @@ class ParameterGatherer:
 
     def gather(self, group: ParameterGroup) -> None:
         """Gather the parameters, and wait for them. All ranks must gather in the same order."""
-        if group.parameters.state is GatherState.SHARDED:
-            self._begin(group)
+        self._begin(group)
         if group.parameters.state is GatherState.GATHERING:
-            group.parameters.finish_gather(self.lane)
+            group.parameters.finish_gather()
 
     def _begin(self, group: ParameterGroup) -> None:
-        """Queue the all-gather of a sharded group on the lane."""
+        """Queue the all-gather of a group on the lane, if it is sharded."""
+        if group.parameters.state is not GatherState.SHARDED:
+            return
         if torch.cuda.is_initialized():
             check_not_capturing()
         self.trail = crc32(group.name.encode(), self.trail)
@@ -223,38 +208,45 @@ class ParameterGatherer:
             self.gathered.remove(group)
             self.live -= group.layout.total
 
-    def _done_with(self, group: ParameterGroup) -> None:
-        """End a module's use of the parameters."""
-        group.parameters.users -= 1
-        # The module may run on another stream than the one that owns the memory. That stream must wait for
-        # it before the memory is reused.
-        if group.parameters.home is not None:
-            self.lane.order(self.lane.producer(), group.parameters.home)
+    def _leave(self, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
+        """End a call's use of these groups, and release them unless another call uses them or `keep`."""
+        for group in groups:
+            group.parameters.users -= 1
+            # The module may run on another stream than the one that owns the memory. That stream must wait
+            # for it before the memory is reused.
+            if group.parameters.home is not None:
+                self.lane.order(self.lane.producer(), group.parameters.home)
+        for group in () if keep else groups:
+            self.release(group)
 
     def release_all(self) -> None:
         """Release all parameters that no module is using."""
         for group in list(self.gathered):
             self.release(group)
 
-    def _need(self, site: Site) -> None:
-        """Gather a site's parameters, and prefetch those of the next sites."""
-        as_known = self.order is not None and self.order.reached(site)
+    def _need(self, site: Site, order: Order | None) -> None:
+        """Gather a site's parameters for a call, and prefetch those of the next sites in this order.
+
+        `order`: of the running pass; None: do not record the call.
+        """
+        as_known = order is not None and order.reached(site)
         # Queue this site's all-gathers first, then the prefetch, and wait last: the lane runs in order.
         for group in site.groups:
-            if group.parameters.state is GatherState.SHARDED:
-                self._begin(group)
-        if self.prefetches and as_known:
-            self._prefetch()
-        if self.param_store.is_offloaded and as_known:
-            self._read_ahead()
+            self._begin(group)
+        if order is not None and as_known:
+            if self.prefetches:
+                self._prefetch(order)
+            if self.param_store.is_offloaded:
+                self._read_ahead(order)
         for group in site.groups:
             if group.parameters.state is GatherState.GATHERING:
-                group.parameters.finish_gather(self.lane)
+                group.parameters.finish_gather()
+        for group in site.groups:  # only now: if one gather fails, no call uses the others
+            group.parameters.users += 1
 
-    def _read_ahead(self) -> None:
+    def _read_ahead(self, order: Order) -> None:
         """Begin to read the slices of later sites from their file, until no buffer is free."""
-        assert self.order is not None
-        for group in (group for site in self.order.coming() for group in site.groups):
+        for group in (group for site in order.coming() for group in site.groups):
             if not group.parameters.read_ahead():
                 return
 
@@ -273,34 +265,40 @@ class ParameterGatherer:
         if flags.any():
             raise RuntimeError(self.param_store.lost or READ_FAILED_ELSEWHERE)
 
-    def _prefetch(self) -> None:
+    def _log_new_order(self) -> None:
+        """Log once that the order of calls has changed."""
+        if not self.reported:
+            self.reported = True
+            log.info(
+                "the order of the modules' calls has changed: no prefetch until two passes have the same "
+                "order"
+            )
+
+    def _prefetch(self, order: Order) -> None:
         """Prefetch the next sites until enough elements are on the way: at least one site of any size.
 
         On a CPU only one site: the worker thread is busy all the time anyway. Each further site would need
         memory of its own, and new pages cost more time than the gather.
         """
-        order = self.order
-        assert order is not None
         enough = min(self.limits.prefetch_numel, self.reach, 1 if self.lane.stops_host else sys.maxsize)
         while order.ahead < enough and order.begun < len(order.known):
             following = order.known[order.begun]
             if following.numel > self.limits.max_live - self.live:
                 return  # limits and gathered elements are equal on all ranks, so all stop at this site
-            order.begin_early(following)
+            order.begun += 1
+            order.ahead += following.numel
             for group in following.groups:
-                if group.parameters.state is GatherState.SHARDED:
-                    self._begin(group)
+                self._begin(group)
 
     # Forward -------------------------------------------------------------------------------------
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Call `before_forward`, unless a module around this one has gathered already."""
-        if all(group.parameters.users for group in site.groups) or (
-            transform_stack() is not None and self._is_transformed(site)
-        ):
-            site.active.append(None)
-            return None
-        return self.before_forward(site, args, kwargs)
+        for group in site.groups:
+            if not group.parameters.users:
+                return self.before_forward(site, args, kwargs)
+        site.active.append(None)
+        return None
 
     def inner_after_forward(self, site: Site, args: Any, output: Any) -> None:
         """Call `after_forward`, if this module has gathered itself."""
@@ -316,14 +314,10 @@ class ParameterGatherer:
             return None
         recomputed, trains = current_backward() >= 0, torch.is_grad_enabled()
         if site is self.root and not recomputed:
-            self._begin_pass(self.training if trains else self.inference)
-        if recomputed:
-            for group in site.groups:
-                self.gather(group)
-        else:
-            self._need(site)
-        for group in site.groups:
-            group.parameters.users += 1
+            self.order = self.training if trains else self.inference
+            if self.order.begin():
+                self._log_new_order()
+        self._need(site, None if recomputed else self.order)
         call = Call(site)
         site.active.append(call)
         if not recomputed and trains:  # see [Note: backward done]
@@ -371,7 +365,7 @@ class ParameterGatherer:
             # A view costs half as much as an autograd function, and the module may write to it in place.
             passed = inputs[0].view_as(inputs[0])
             assert passed.grad_fn is not None
-            passed.grad_fn.register_hook(partial(after_backward, self.me, call))
+            passed.grad_fn.register_hook(partial(self.after_backward, self.me, call))
             if len(args) == 1 and args[0] is inputs[0] and not kwargs:
                 return (passed,), kwargs
             return mapped(lambda leaf: passed if leaf is inputs[0] else leaf, (args, kwargs))
@@ -384,33 +378,22 @@ class ParameterGatherer:
         call = site.active.pop() if site.active else None
         if call is None:
             return  # the gather has failed: this hook is called also after an exception
-        for group in site.groups:
-            self._done_with(group)
-        tensors = [output] if isinstance(output, Tensor) else [*tensors_in(output, DEPTH)]
-        trains = torch.is_grad_enabled() and self._watch(call, tensors)
-        self._notice_escapes(site, tensors)
+        outputs = [output] if isinstance(output, Tensor) else tensors_in(output, DEPTH)
+        is_watched = self._watch(call, outputs)
         if current_backward() >= 0:  # recomputed: its backward follows
-            return
+            return self._leave(site.groups, keep=True)
         if site is self.root:
             self._end_forward()
-        if not (trains and self._is_worth_keeping(site)):
-            for group in site.groups:
-                if trains:
-                    group.parameters.keep_node_copy()
-                self.release(group)
+        # Backward needs the parameters soon, and other modules gather little until then.
+        is_near = is_watched and site.later is not None and 2 * site.later < self.limits.max_reuse
+        keep = is_near and self.live <= self.limits.max_live
+        for group in site.groups if is_watched and not keep else ():
+            if group.parameters.node is not None:
+                group.parameters.keep_node_copy()
+        self._leave(site.groups, keep)
         # In training the step raises for a failed read. An exception of this forward is raised as it is.
         if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
             self.check_reads()
-
-    def _begin_pass(self, order: Order) -> None:
-        """Start recording the order of a pass; log once if the order has changed."""
-        if order.begin() and not self.reported:
-            self.reported = True
-            log.info(
-                "the order of the modules' calls has changed: no prefetch until two passes have the same "
-                "order"
-            )
-        self.order = order
 
     def _end_forward(self) -> None:
         """Note how much forward gathers after each site, and release prefetched parameters."""
@@ -428,46 +411,45 @@ class ParameterGatherer:
         if self.param_store.is_offloaded:
             self.param_store.cancel_prefetches()
 
-    def _is_worth_keeping(self, site: Site) -> bool:
-        """Return whether backward needs the site soon, after gathering fewer than `max_reuse` elements."""
-        soon = site.later is not None and 2 * site.later < self.limits.max_reuse
-        return soon and self.live <= self.limits.max_live
+    def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:
+        """Hook the outputs that backward reaches, and find those that are views of parameters.
 
-    def _watch(self, call: Call, outputs: Sequence[Tensor]) -> bool:
-        """Register hooks that run when backward reaches an output. Returns whether it registered any."""
-        watched = False
-        for tensor in outputs:
-            # A leaf is a parameter, on which hooks would stay for life: `_notice_escapes` handles these.
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(before_backward, self.me, call))
-                watched = True
-        return watched
-
-    def _notice_escapes(self, site: Site, outputs: Sequence[Tensor]) -> None:
-        """Keep parameters for the root's whole forward if an output is a view of one.
-
-        Other modules read such an output, so from now on the root gathers these groups, too.
+        Other modules read such a view, so from now on the root gathers its parameters, too. Returns whether
+        any output got a hook.
         """
-        released = [group for group in site.groups if group.parameters.released_at_rest]
-        if not released:
-            return
-        storages = set()
+        is_watched, storages = False, set()
         for tensor in outputs:
             if tensor.layout is torch.strided:  # else it has no storage, and is no view of a parameter
                 storages.add(identity_of(tensor.untyped_storage()))
-        for group in released:
-            parameters = group.parameters
-            if identity_of(parameters.full.untyped_storage()) in storages and group not in self.root.groups:
+            # A leaf may be a parameter, on which hooks would stay for life.
+            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+                tensor.register_hook(partial(self.before_backward, self.me, call))
+                is_watched = True
+        for group in call.site.groups:
+            if not group.parameters.released_at_rest or group in self.root.groups:
+                continue
+            if identity_of(group.parameters.full.untyped_storage()) in storages:
                 self.root.groups.append(group)
                 if group in self.home:
                     self.home[group].is_used_unseen = True
                 if self.root.active:
-                    parameters.users += 1  # until the root's forward is done
+                    group.parameters.users += 1  # until the root's forward is done
+        return is_watched
 
     # Backward ------------------------------------------------------------------------------------
 
-    def before_backward(self, call: Call) -> None:
-        """Gather a call's parameters, because backward has reached its outputs."""
+    @staticmethod
+    def before_backward(gatherer: Gatherer, call: Call, grad: Tensor) -> None:
+        """Tensor hook on a call's outputs: gather the call's parameters."""
+        self, site = gatherer(), call.site
+        if self is None:
+            return
+        if torch.is_grad_enabled() and any(group.parameters.users == 0 for group in site.groups):
+            raise RuntimeError(
+                f"backward with create_graph=True needs the parameters of {site.name or 'the model'} again "
+                "after they were released. Run forward and both backward passes inside "
+                "zero_full.GatheredParameters(list(model.parameters()))"
+            )
         if call.needed:  # a hook on another output of the call was first
             return
         if not self.reducer.backward.running:
@@ -475,45 +457,50 @@ class ParameterGatherer:
         if self.order is not self.backward:
             # In the first backward, prefetch in the reverse order of forward.
             self.backward.known = self.backward.known or self.training.seen[::-1]
-            self._begin_pass(self.backward)
-        self._need(call.site)
-        call.needed = list(call.site.groups)
+            self.order = self.backward
+            if self.order.begin():
+                self._log_new_order()
+        self._need(site, self.order)
+        call.needed = list(site.groups)
         self.calls.add(call)
-        for group in call.needed:
-            group.parameters.users += 1
 
-    def after_backward(self, call: Call) -> None:
-        """Release a call's parameters, and reduce their gradients after the last call's backward."""
-        site = call.site
+    @staticmethod
+    def after_backward(gatherer: Gatherer, call: Call, *grads: Any) -> None:
+        """Hook on the mark of a call's inputs: release its parameters, and reduce complete gradients."""
+        self, site = gatherer(), call.site
+        if self is None:
+            return
         site.backwards_due = max(0, site.backwards_due - 1)
-        self._leave(call)
-        if site.backwards_due == 0 and site.tells():
+        self.calls.discard(call)
+        needed, call.needed = call.needed, []
+        self._leave(needed)
+        is_repeated_once = site.silent == 1 and not site.marked  # by re-entrant checkpointing
+        all_marked = not site.is_used_unseen and (not site.silent or is_repeated_once)
+        if site.backwards_due == 0 and all_marked:  # see [Note: backward done]
             for group in site.reduces:
                 self.reducer.complete(group)
 
-    def _leave(self, call: Call) -> None:
-        self.calls.discard(call)
-        needed, call.needed = call.needed, []
-        for group in needed:
-            self._done_with(group)
-            self.release(group)
-
     def end_backward(self) -> None:
         """Release the parameters of calls without a mark, at the end of backward."""
-        for call in list(self.calls):
-            self._leave(call)
+        calls, self.calls = self.calls, set()
+        for call in calls:
+            needed, call.needed = call.needed, []
+            self._leave(needed)
         self.order = None
         self.release_all()
         if self.param_store.is_offloaded:
             self.param_store.cancel_prefetches()
-        for site in self.sites.values():
-            if not site.backwards_due:
-                site.forget()
+        self.forget(also_due=False)
 
-    def forget(self) -> None:
-        """Expect no more backwards of earlier calls, after a step or after `reducer.forget`."""
+    def forget(self, also_due: bool = True) -> None:
+        """Expect no more backwards of earlier calls, after a step or after `reducer.forget`.
+
+        `also_due`: also of sites with calls that have not completed backward.
+        """
         for site in self.sites.values():
-            site.forget()
+            if also_due or not site.backwards_due:
+                site.backwards_due = site.silent = site.marked = 0
+                site.is_used_unseen = False
 
     def check_copy(self) -> None:
         """Raise RuntimeError if parameters are released, because a copy of the module would have NaN."""
@@ -531,30 +518,6 @@ class ParameterGatherer:
             hook.remove()
 
 
-# Marks in the autograd graph, by which a gatherer knows where backward is. -------------------------------
-
-
-def before_backward(gatherer: Gatherer, call: Call, grad: Tensor) -> None:
-    """Tensor hook on a call's outputs: gather the call's parameters."""
-    alive = gatherer()
-    if alive is None:
-        return
-    if torch.is_grad_enabled() and any(group.parameters.users == 0 for group in call.site.groups):
-        raise RuntimeError(
-            f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
-            "after they were released. Run forward and both backward passes inside "
-            "zero_full.GatheredParameters(list(model.parameters()))"
-        )
-    alive.before_backward(call)
-
-
-def after_backward(gatherer: Gatherer, call: Call, *grads: Any) -> None:
-    """Hook on the mark of a call's inputs: the call's backward is done."""
-    alive = gatherer()
-    if alive is not None:
-        alive.after_backward(call)
-
-
 class BackwardDone(torch.autograd.Function):
     """Identity function with a backward that runs when a call's backward is complete: the mark."""
 
@@ -568,5 +531,5 @@ class BackwardDone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients unchanged, after the call's parameters were released."""
-        after_backward(ctx.gatherer, ctx.call)
+        ParameterGatherer.after_backward(ctx.gatherer, ctx.call)
         return None, None, *grads
