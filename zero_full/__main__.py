@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from zero_full import __version__
 from zero_full.commands import build, check, doctor, export, fit, inspect, migrate, plan, replay
 from zero_full.commands.command import PROGRAM
-from zero_full.errors import (
-    ConfigError,
-    FitError,
-    MigrateError,
-    PlanError,
-    RecordingError,
-    UsageError,
-)
+from zero_full.errors import ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError
 from zero_full.formatting import printable
 
 COMMANDS = (

@@ -247,25 +247,15 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
     c10d: Any = dist.distributed_c10d
     default = c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
+    place, kind = ranks.index(dist.get_rank()), dist.Backend(backend)
+    timeout = timeout or c10d._get_default_timeout(kind)
     try:
-        group = _new_group(ranks, name, backend, timeout)
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), place, ranks, kind, default_store(), name, timeout=timeout
+        )
     finally:
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
-
-
-def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
-    c10d: Any = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(backend),
-        default_store(),
-        name,
-        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
-    )
     return group
 
 

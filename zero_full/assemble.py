@@ -36,9 +36,8 @@ from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.settings import Settings
 from zero_full.shard.access.gathered_parameters import guard
-from zero_full.shard.deal.dealer import Dealer, Drafts, place_the_rest
+from zero_full.shard.deal.dealer import Dealer, Drafts, place_the_rest, warn_of_parameters, warn_of_share
 from zero_full.shard.deal.host_memory import host_memory
-from zero_full.shard.deal.offload_warnings import warn_of_parameters, warn_of_share
 from zero_full.shard.deal.one_bit_support import check_backend, one_bit_settings
 from zero_full.shard.group.process_groups import Connection, connect
 from zero_full.shard.passes.backward import Accumulation

@@ -3,7 +3,7 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 SHOWN = 8  # names shown of a list
@@ -20,6 +20,14 @@ def listed(names: Sequence[str], limit: int = SHOWN) -> str:
 def ranks_listed(ranks: Sequence[int]) -> str:
     """Return all ranks as text: "ranks 0, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def by_value(of_ranks: Mapping[int, str]) -> list[str]:
+    """Return each different value with its ranks: "fp32 on rank 0" and "fp16 on ranks 1, 2"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in of_ranks.items():
+        ranks.setdefault(value, []).append(rank)
+    return [f"{value} on {ranks_listed(those)}" for value, those in ranks.items()]
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:

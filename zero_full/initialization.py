@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_full.assemble import compose
 from zero_full.comm.topology import Topology
-from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
+from zero_full.config import LeafModuleConfig, Resolved, resolve
 from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.engine.engine import Engine
@@ -102,29 +102,16 @@ def initialize(
     wrapped, schedule = compose(
         model, topology, settings, make, scaler_of(checked), accumulation, facts, shard_ranks
     )
-    loader = _loader(checked, training_data, collate_fn, (data_rank, data_ranks))
+    loader = None
+    if training_data is not None:
+        batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
+        loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     device = wrapped.groups.dense.shard.device
     engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
-    _record(engine, topology)
-    _announce(engine, _unheard(engine, optimizer, lr_scheduler))
+    if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise
+        attempt(partial(engine.record, path, checked.debug.record_steps), topology)
+    _announce(engine, optimizer, lr_scheduler)
     return engine, wrapped, loader, schedule
-
-
-def _loader(
-    config: Config, data: Any, collate_fn: Callable[..., Any] | None, place: tuple[int, int]
-) -> RankLoader | None:
-    """Return the loader of this rank's part of the data. `place`: (rank, number of ranks)."""
-    if data is None:
-        return None
-    batch, drop = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
-    return RankLoader(data, batch, *place, collate_fn, drop)
-
-
-def _record(engine: Engine, topology: Topology) -> None:
-    """Record the run if the configuration requests it. If one rank cannot write, all ranks raise."""
-    debug = engine.config.debug
-    if debug.record is not None:
-        attempt(partial(engine.record, debug.record, debug.record_steps), topology)
 
 
 def _read(
@@ -163,8 +150,8 @@ def _make(
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
-    candidates = [config, config_params, getattr(args, "deepspeed_config", None)]
-    found = [candidate for candidate in candidates if candidate is not None]
+    given = (config, config_params, getattr(args, "deepspeed_config", None))
+    found = [each for each in given if each is not None]
     if len(found) != 1:
         raise ValueError(
             f"initialize needs exactly one config and got {len(found)}. Pass config=<dict or path>, or an "
@@ -183,16 +170,12 @@ def _topology(
     return topology if topology is not None else Topology(data=process_group)
 
 
-def _world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
 def _place_among_data(topology: Topology) -> tuple[int, int]:
     """Return (rank, number of ranks) among the ranks that train on different data."""
     shard, copies = topology.shard, topology.replicate
     if shard is not None and copies is not None:
         return copies.rank() * shard.size() + shard.rank(), copies.size() * shard.size()
-    group = topology.data if topology.data is not None else _world()
+    group = dist.group.WORLD if topology.data is None and dist.is_initialized() else topology.data
     return (group.rank(), group.size()) if group is not None else (0, 1)
 
 
@@ -219,17 +202,6 @@ def _optimizer(
     return made
 
 
-def _unheard(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
-    """Yield a warning for each section of the configuration that an argument overrides."""
-    config, used = engine.config, "passed to initialize is used instead of the configuration's"
-    if optimizer is not None and config.optimizer is not None:
-        yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
-    if schedule is not None and config.scheduler is not None:
-        yield f'the schedule {used} "scheduler" ({config.scheduler.type})'
-    elif config.scheduler is not None and isinstance(engine.optimizer.base, NoOptimizer):
-        yield f'"scheduler" ({config.scheduler.type}) has no effect: there is no optimizer'
-
-
 def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
     section = resolved.config.scheduler
     if given is not None:
@@ -241,49 +213,47 @@ def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> An
     return build_scheduler(section.type, section.params, base)
 
 
-def _idle_leaves(engine: Engine) -> Iterator[str]:
-    """Yield a warning for each item of leaf_module that matches no called module, at stage 3."""
-    zero = engine.config.zero_optimization
+def _warnings(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
+    """Yield warnings about parts of the configuration and the model that have no effect as given."""
+    config, zero = engine.config, engine.config.zero_optimization
+    has_optimizer = not isinstance(engine.optimizer.base, NoOptimizer)
+    yield from engine.resolved.warnings
+    yield from engine.resolved.assumed if has_optimizer else ()
+    asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(config, key)]
+    if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
+        yield (
+            f"{' and '.join(asked)} log at level INFO, which Python does not show by default. Call "
+            "logging.basicConfig(level=logging.INFO)"
+        )
     called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
     for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
         for item in getattr(zero.leaf_module, key):
             alone = LeafModuleConfig(**{"classes": [], key: [item]})
             if not any(is_leaf(alone, name, module) for name, module in called):
                 yield f"zero_optimization.leaf_module.{key}: {item!r} matches no module that is called"
-
-
-def _forgotten(engine: Engine) -> Iterator[str]:
-    """Yield a warning about parameters that require gradients and are in no parameter group."""
-    if isinstance(engine.optimizer.base, NoOptimizer):
-        return
-    if names := untrained_parameters(engine.optimizer, engine.module):
+    if has_optimizer and (names := untrained_parameters(engine.optimizer, engine.module)):
         yield (
             f"{len(names)} parameters require gradients and are in no parameter group of the optimizer, so "
             f"they are not trained: {listed(names)}"
         )
+    used = "passed to initialize is used instead of the configuration's"
+    if optimizer is not None and config.optimizer is not None:
+        yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
+    if schedule is not None and config.scheduler is not None:
+        yield f'the schedule {used} "scheduler" ({config.scheduler.type})'
+    elif config.scheduler is not None and not has_optimizer:
+        yield f'"scheduler" ({config.scheduler.type}) has no effect: there is no optimizer'
 
 
-def _unseen(engine: Engine) -> Iterator[str]:
-    """Yield a warning if progress messages are requested but Python's logging does not show them."""
-    asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(engine.config, key)]
-    if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
-        yield (
-            f"{' and '.join(asked)} log at level INFO, which Python does not show by default. Call "
-            "logging.basicConfig(level=logging.INFO)"
-        )
-
-
-def _announce(engine: Engine, unheard: Iterable[str]) -> None:
+def _announce(engine: Engine, optimizer: Any, schedule: Any) -> None:
+    """Log warnings and the resolved configuration, on one rank."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    resolved = engine.resolved
-    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
-    warnings = (*resolved.warnings, *assumed, *_unseen(engine))
-    for warning in (*warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
+    for warning in _warnings(engine, optimizer, schedule):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)
     rows = [(f"dtype of {kind}", dtype, "derived") for kind, dtype in dtypes.items()]
-    log.info("zero_full configuration\n%s", resolved.table(rows))
+    log.info("zero_full configuration\n%s", engine.resolved.table(rows))
     if rule := engine.division_rule():
         log.info("%s", rule)

@@ -36,7 +36,8 @@ def mapped(function: Callable[[Any], Any], tree: Any, _around: tuple[int, ...] =
 def leaves(tree: Any, depth: int = 0, _around: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield every leaf in order. `depth`: how many levels of objects' attributes to look into."""
     items = _items(tree)
-    if items is None and depth and _has_attributes(tree):
+    opaque = (Tensor, type, nn.Module, ModuleType)
+    if items is None and depth and hasattr(tree, "__dict__") and not isinstance(tree, opaque):
         items, depth = vars(tree).items(), depth - 1
     if items is None:
         yield tree
@@ -68,10 +69,6 @@ def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
     if hasattr(tree, "__dict__"):
         return vars(tree).items()
     return [(field.name, getattr(tree, field.name)) for field in fields(tree)]  # a dataclass with slots
-
-
-def _has_attributes(tree: Any) -> bool:
-    return hasattr(tree, "__dict__") and not isinstance(tree, (Tensor, type, nn.Module, ModuleType))
 
 
 def _with(tree: Any, changed: Mapping[Any, Any]) -> Any:

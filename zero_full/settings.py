@@ -56,7 +56,6 @@ class Settings:
     allow_untested: bool = False  # accept optimizers that are not known to support sharded tensors
 
     def __post_init__(self) -> None:
-        """Raise ValueError or TypeError for invalid options."""
         for name, tier in (("tier", self.tier), ("param_tier", self.param_tier)):
             if not isinstance(tier, Tier):
                 raise TypeError(f"{name} must be a tier such as HostTier(), not {tier!r}")

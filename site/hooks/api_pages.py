@@ -46,7 +46,8 @@ def _file_of(source: ast.ImportFrom, importer: str) -> str:
 
 
 def _module_file(base: str) -> str:
-    return f"{base}.py" if (ROOT / f"{base}.py").exists() else f"{base}/__init__.py"
+    candidates = (f"{base}.py", f"{base}/__init__.pyi")  # a package's stub has its public names
+    return next((path for path in candidates if (ROOT / path).exists()), f"{base}/__init__.py")
 
 
 def _assigns(node: ast.stmt, name: str) -> bool:

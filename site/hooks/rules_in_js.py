@@ -130,8 +130,8 @@ def _call(node: ast.Call) -> str:
     arguments = [_expression(each) for each in node.args]
     if isinstance(node.func, ast.Name):
         if node.func.id == "Rule":
-            key, why, remedy, read = arguments
-            return f"({{ key: {key}, why: {why}, remedy: {remedy}, read: {read} }})"
+            key, why, remedy, *read = arguments
+            return f"({{ key: {key}, why: {why}, remedy: {remedy}, read: {''.join(read) or '[]'} }})"
         return f"{node.func.id}({', '.join(arguments)})"
     if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and not arguments:
         return f"{_expression(node.func.value)}.{METHODS[node.func.attr]}()"

@@ -12,7 +12,7 @@ from tests.trainers import Subject, Trainer
 from zero_full.optim import Lamb, Muon, OneBitAdam, OneBitLamb, Peers, Piece, Whole, WholeRule, ZeroOneAdam
 from zero_full.optim.lamb import LambStep
 from zero_full.optim.muon import MuonStep
-from zero_full.optim.one_bit_adam import OneBitAdamStep
+from zero_full.optim.one_bit import OneBitAdamStep
 from zero_full.optim.one_bit_lamb import OneBitLambStep
 from zero_full.optim.zero_one_adam import ZeroOneAdamStep
 from zero_min.comm import Comm

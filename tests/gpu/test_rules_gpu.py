@@ -20,7 +20,7 @@ from tests.trainers import Subject
 from tests.worlds import POOL
 from tests.zero_full.compressed_cases import CASES as BUFFERS
 from tests.zero_full.test_compressed import Outcome, agree, outcome
-from zero_full.comm import Communicator
+from zero_full.comm.communicator import Communicator
 
 PLACES = {  # where the ranks are, how many there are, and over what they exchange
     "the CPU": (1, "gloo"),

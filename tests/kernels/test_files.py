@@ -11,8 +11,16 @@ import torch
 
 from tests.kernels.file_io import MiB, content, noise
 from zero_full.kernels import files, load
-from zero_full.kernels.file_threads import CompiledThreads, Failure, PythonThreads, Span, Threads
-from zero_full.kernels.files import PAGE, BlockIO, aligned_empty, describe
+from zero_full.kernels.files import (
+    PAGE,
+    BlockIO,
+    CompiledThreads,
+    Failure,
+    PythonThreads,
+    Span,
+    aligned_empty,
+    describe,
+)
 
 SIZES = [1, 511, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE + 77]
 OFFSETS = [0, 1, 512, PAGE, 2 * PAGE + 1000]
@@ -123,7 +131,7 @@ def test_memory_that_is_not_aligned_goes_through_the_page_cache(tmp_path: Path, 
     assert transfer.direct_bytes == 0
 
 
-def threads_of(compiled: bool) -> Threads:
+def threads_of(compiled: bool) -> CompiledThreads | PythonThreads:
     path = load.load(torch.device("cpu")).path
     return CompiledThreads(path, 2) if compiled and path else PythonThreads(2)
 

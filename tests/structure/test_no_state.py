@@ -41,7 +41,7 @@ CACHES = {  # of what depends on the arguments alone
     "shard.group.released.released_class": "by class",
     "fit.grammar.families": "of a file of the package, which nobody writes",
     "kernels.toolchain._output_of": "what a compiler of this machine says of itself",
-    "kernels.file_threads._functions": "of a library that is loaded, by path",
+    "kernels.files._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",
     "kernels.load.load": "operators are compiled and loaded once in a process, by device",
     "kernels.load.compiled_for": "the same answer, by device",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_full.comm import Communicator
+from zero_full.comm.communicator import Communicator
 from zero_full.comm.compressed import CompressedReduce
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_full.comm.backend_names import NAMES, missing_for
+from zero_full.shard.deal.one_bit_support import BACKENDS, missing_for
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_what_a_backend_lacks_is_said(name: str, there: bool, has_cuda: bool, mi
 
 
 def test_a_backend_is_one_of_four() -> None:
-    assert NAMES == ("nccl", "gloo", "mpi", "hccl") and missing_for("gloo") == ""
+    assert BACKENDS == ("nccl", "gloo", "mpi", "hccl") and missing_for("gloo") == ""
     with pytest.raises(ValueError, match="comm_backend_name 'ucc': it can be nccl, gloo, mpi, hccl"):
         missing_for("ucc")

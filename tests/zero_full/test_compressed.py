@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from tests.zero_full.compressed_cases import BF16, CASES, FP32, GAPS, Case, given, reduce_of, tensors_of
-from zero_full.comm import Communicator, compressed
+from zero_full.comm import compressed
 from zero_full.comm.chunks import Chunks
+from zero_full.comm.communicator import Communicator
 from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.kernels import reference
 from zero_full.kernels.load import load

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from tests.zero_full.compressed_cases import CASES, GAPS, MASKS, Case, given, reduce_of, tensors_of
-from zero_full.comm import Communicator
+from zero_full.comm.communicator import Communicator
 from zero_full.comm.compressed import CompressedReduce, Errors
 from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.errors import CommunicationError, DisagreementError, NotFiniteError

@@ -25,7 +25,7 @@ import zero_full
 from tests.worlds import POOL, RankError, free_port
 from tests.zero_full.checkpoint_runs import Layout, batch, engine_of
 from tests.zero_full.runs import WIDTH, Net, config, said_by
-from zero_full.comm.fresh_store import fresh_prefix
+from zero_full.comm.stores import fresh_prefix
 from zero_full.examples import resume
 
 STEPS = 10

@@ -64,13 +64,9 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def note(text: str, **_: Any) -> None:
         printed[rank.number] = printed.get(rank.number, "") + text
 
-    class Mine(error_dedup.Report):
-        def __init__(self) -> None:
-            self.file = tmp_path / str(rank.number)
-
     monkeypatch.setattr(error_dedup, "print", note, raising=False)
     monkeypatch.setattr(error_dedup, "this_rank", lambda: rank.number)
-    monkeypatch.setattr(error_dedup, "Report", Mine)
+    monkeypatch.setattr(error_dedup, "_error_file", lambda: tmp_path / str(rank.number))
     monkeypatch.setattr(error_dedup, "TIMEOUT_S", 0.5)
     store = dist.HashStore()
 

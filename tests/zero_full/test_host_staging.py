@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from tests.zero_full.test_transport import CASES, Case, every_call, everyone, numbers
-from zero_full.comm.communicator import Communicator
+from zero_full.comm.communicator import Communicator, Transport
 from zero_full.comm.host_staging import HostStaging
 from zero_full.comm.shared_memory import share_memory
 from zero_full.comm.topology import new_group, ranks_of
-from zero_full.comm.transport import Exchange, Splits, Transport
+from zero_full.comm.transport import Exchange, Splits
 from zero_full.errors import CommunicationError, DesyncError
 
 WORLDS = [2, 3, 4]

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tests.kernels.integers import SLACK, back, numbers, quantize, scale_of_each
 from tests.worlds import POOL, RankError
-from zero_full.comm import Communicator, Topology, quantized
+from zero_full.comm import quantized
+from zero_full.comm.communicator import Communicator
 from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
+from zero_full.comm.topology import Topology
 from zero_full.comm.transport import Exchange, own_slice
 from zero_full.kernels import reference
 

@@ -22,10 +22,10 @@ from tests.worlds import POOL
 from zero_full._compat import all_gather_single, reduce_scatter_single
 from zero_full.comm import shared_memory as shared
 from zero_full.comm import transport
-from zero_full.comm.communicator import Communicator, choose_transport
+from zero_full.comm.communicator import Communicator, Transport, choose_transport
 from zero_full.comm.shared_memory import share_memory
 from zero_full.comm.traffic import Traffic
-from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
+from zero_full.comm.transport import Exchange, Native, Splits, own_slice
 from zero_full.errors import DesyncError
 
 WORLDS = [2, 3, 4]

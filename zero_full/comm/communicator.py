@@ -16,16 +16,18 @@ from torch import Tensor
 
 from zero_full._compat import backend_of, default_store
 from zero_full.comm.desync import CallCheck
-from zero_full.comm.exit_reason import exit_reasons, write_exit_reason
 from zero_full.comm.fake_ranks import FakeGroup, FakeTransport
 from zero_full.comm.fork_safety import in_this_process_only, leak
 from zero_full.comm.host_staging import HALF as STAGED_HALF
 from zero_full.comm.host_staging import HostStaging
-from zero_full.comm.shared_memory import HALF, share_memory
+from zero_full.comm.shared_memory import HALF, SharedMemory, share_memory
+from zero_full.comm.stores import exit_reasons, write_exit_reason
 from zero_full.comm.topology import ranks_of
 from zero_full.comm.traffic import CollectiveCall, Traffic
-from zero_full.comm.transport import Exchange, Native, Splits, Transport, describe_call, own_slice
+from zero_full.comm.transport import Exchange, Native, Splits, describe_call, own_slice
 from zero_full.errors import CommunicationError, DesyncError
+
+Transport = Native | Exchange | SharedMemory | HostStaging | FakeTransport
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:

@@ -112,7 +112,7 @@ class CompressedReduce:
         self.ranges = [(0, numel)] if tensors is None else [(start, stop) for start, stop in tensors]
         sizes, live = _sent_elements(numel, self.ranges, mask)
         self.chunks = Chunks(tuple(accumulate(sizes)), comm.size)
-        places = 0 if live is None else zlib.crc32(_bytes_of(live))
+        places = 0 if live is None else mask_checksum(live)
         self.made_for = MadeFor(self.chunks.numel, comm.size, comm.rank, places)
         self.sent = self.chunks.sent  # bytes, for one average
         self._check_layouts()
@@ -174,7 +174,9 @@ class CompressedReduce:
         answers, server = self._server_answers(received, errors)
         self.comm.all_gather(answers.view(-1), what)
         numbers, bits = self._parsed(answers)
-        self._raise_if_not_finite(numbers, what)
+        if not numbers.is_meta and not (finite := numbers.isfinite()).all():
+            wrong = ~finite.view(-1)[self.scale_places]
+            raise NotFiniteError(what, sorted(set(self.cut_tensors[wrong].tolist())))
         self._unpack(numbers, bits, out)
         errors.worker.copy_(worker)
         errors.server.copy_(server)
@@ -208,7 +210,10 @@ class CompressedReduce:
     def _worker_messages(self, x: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
         """Messages to all servers, one per row, and the new worker error."""
         chunks = self.chunks
-        going, aside = (x[: chunks.numel], x[chunks.numel :]) if self.live is None else (self._sent_of(x), x)
+        if self.live is None:
+            going, aside = x[: chunks.numel], x[chunks.numel :]
+        else:  # the meta device cannot count elements: their number comes from the layout
+            going, aside = x.new_empty(chunks.numel) if x.is_meta else x[self.live], x
         wanted = going + errors.worker
         packed, scales = self._pack(wanted, self.ends)
         numbers = wanted.new_zeros(chunks.ranks * chunks.numbers)
@@ -250,10 +255,6 @@ class CompressedReduce:
 
     # Messages ------------------------------------------------------------------------------------
 
-    def _sent_of(self, x: Tensor) -> Tensor:
-        """The elements that are sent. Their number comes from the layout: the meta device cannot count."""
-        return x.new_empty(self.chunks.numel) if x.is_meta else x[self.live]
-
     def _pack(self, wanted: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Compress to bits and scales. `wanted` becomes the error."""
         if not len(wanted):
@@ -273,15 +274,6 @@ class CompressedReduce:
         start, width = 4 * self.chunks.numbers, self.chunks.chunk // 8
         numbers = messages[:, :start].view(torch.float32).contiguous()
         return numbers, messages[:, start : start + width]
-
-    def _raise_if_not_finite(self, numbers: Tensor, what: str) -> None:
-        """Raise if a number is not finite."""
-        if numbers.is_meta:
-            return
-        finite = numbers.isfinite()
-        if not finite.all():
-            wrong = ~finite.view(-1)[self.scale_places]
-            raise NotFiniteError(what, sorted(set(self.cut_tensors[wrong].tolist())))
 
 
 def _nan_if_not_finite(numbers: Tensor) -> Tensor:
@@ -318,5 +310,7 @@ def _sent_elements(
     return sizes, None if bool(live[: sum(sizes)].all()) else live
 
 
-def _bytes_of(live: Tensor) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * live.numel()).from_address(live.data_ptr())
+def mask_checksum(mask: Tensor, start: int = 0) -> int:
+    """The checksum of a contiguous bool tensor, continued from `start`. It does not need NumPy."""
+    on_cpu = mask.cpu()
+    return zlib.crc32((ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr()), start)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from zero_full._compat import default_store, prefix_store
+from zero_full.comm.stores import numbered_topic
 from zero_full.errors import DesyncError
 
 KEEP = 2  # calls that stay in the store: another rank may still be reading the previous one
@@ -24,10 +25,8 @@ class CallCheck:
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self.ranks, self.rank, self.timeout_s = list(ranks), rank, timeout_s
-        name = "zero_full/calls/" + "-".join(map(str, ranks))
         # These ranks may have several communicators.
-        made = prefix_store(name, default_store()).add(f"made/{rank}", 1)
-        self.store = prefix_store(f"{name}/{made}", default_store())
+        self.store = prefix_store(f"zero_full/{numbered_topic('calls', ranks, rank)}", default_store())
         self.number = 0
         self.calls: deque[str] = deque()  # the last ones, whose keys are still in the store
 
@@ -57,11 +56,9 @@ class CallCheck:
         """This rank's verdict: `GO` if all ranks make the same call, else the text of the error."""
         deadline = time.monotonic() + self.timeout_s
         # Polls, since `store.wait` would block the connection for this rank's other threads.
-        while not (complete := int(self.store.get(arrived)) == len(self.ranks)) and (
-            time.monotonic() < deadline
-        ):
+        while int(self.store.get(arrived)) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.001)
-        if complete and int(self.store.get(alike)) == len(self.ranks):
+        if int(self.store.get(alike)) == len(self.ranks):
             return GO
         known = {rank: self._last_call(rank) for rank in self.ranks}
         if any(number != self.number for number, _ in known.values()):
@@ -82,8 +79,5 @@ class CallCheck:
     def _describe(self, number: int, call: str) -> str:
         """Describe a rank by its last call, which may be an earlier one."""
         last = f"call {number}, {call}" if number else "no call yet"
-        return (
-            last
-            if number == self.number
-            else f"did not come within {self.timeout_s:g} s; last seen at {last}"
-        )
+        is_late = number != self.number
+        return f"did not come within {self.timeout_s:g} s; last seen at {last}" if is_late else last

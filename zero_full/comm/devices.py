@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from zero_full.formatting import listed
+
 ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")  # backends that select the CPU
-LISTED = 8  # ranks in a message, at most
 
 
 def own_accelerator() -> torch.device:
@@ -35,15 +36,12 @@ def identity_of(device: torch.device) -> str:
     """Identity of a device: equal in all processes that use it, and different for any other device."""
     ask: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if ask is None else getattr(ask(device), "uuid", None)
-    return str(uuid) if uuid is not None else f"{device} of {_host()}"
-
-
-def _host() -> str:
-    """Identity of this host since it was booted: names alone may be equal."""
-    boot = ""
+    if uuid is not None:
+        return str(uuid)
+    boot = ""  # identity of this host since it was booted: names alone may be equal
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()} {boot}".strip()
+    return f"{device} of {platform.node()} {boot}".strip()
 
 
 def shared_devices(
@@ -63,5 +61,4 @@ def shared_devices(
 def describe_shared(shared: Mapping[str, list[int]]) -> str:
     """Text of the first shared device and its ranks, for an error."""
     identity, ranks = next(iter(shared.items()))
-    more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
-    return f"ranks {', '.join(map(str, ranks[:LISTED]))}{more} share one device ({identity})"
+    return f"ranks {listed(list(map(str, ranks)))} share one device ({identity})"

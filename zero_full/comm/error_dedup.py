@@ -64,13 +64,12 @@ class PrintOnceHook:
         if shared is None:
             return self.before(kind, error, trace)  # type: ignore[no-any-return]
         first, rank, is_plain = shared.ranks[0], this_rank(), _needs_no_traceback(error)
-        message = (
-            traceback.format_exception_only(kind, error) if is_plain else traceback.format_exception(error)
-        )
-        report = Report()
-        report.write("".join(message))  # before waiting: torchrun may end this process
+        formatted = traceback.format_exception_only if is_plain else traceback.format_exception
+        message = formatted(error)
+        file = _error_file()
+        _write_report(file, "".join(message))  # before waiting: torchrun may end this process
         if rank != first and _has_printed(shared):
-            return report.write(f"{kind.__name__}, printed by rank {first}")
+            return _write_report(file, f"{kind.__name__}, printed by rank {first}")
         if is_plain:
             note = f"(printed once, by rank {rank}, for {len(shared.ranks)} ranks)"
             lines = [*traceback.format_list(_user_frames(trace)), *message, note]
@@ -86,12 +85,11 @@ def _needs_no_traceback(error: BaseException) -> bool:
 
     An error from a user's function, such as a hook or a closure, needs one.
     """
-    if _passed_user_code(error.__traceback__):
+    frames = traceback.extract_tb(error.__traceback__)
+    called = dropwhile(lambda frame: not _is_package(frame), frames)
+    if not all(_is_package(frame) or _is_library(frame) for frame in called):
         return False
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    is_ours = any(
-        PACKAGE in Path(at.filename).parents and (at.line or "").startswith("raise ") for at in last
-    )
+    is_ours = any(_is_package(at) and (at.line or "").startswith("raise ") for at in frames[-1:])
     is_plain = is_ours or isinstance(error, OSError) or type(error).__module__.split(".")[0] == "zero_full"
     return is_plain and (error.__cause__ is None or _needs_no_traceback(error.__cause__))
 
@@ -101,12 +99,6 @@ def _user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     theirs = takewhile(lambda frame: not _is_package(frame), traceback.extract_tb(trace))
     # Frozen frames, which start a module, have no file.
     return [frame for frame in theirs if Path(frame.filename).exists()]
-
-
-def _passed_user_code(trace: TracebackType | None) -> bool:
-    """Whether the error passed through a user's function that this package called."""
-    frames = dropwhile(lambda frame: not _is_package(frame), traceback.extract_tb(trace))
-    return any(not (_is_package(frame) or _is_library(frame)) for frame in frames)
 
 
 def _is_package(frame: traceback.FrameSummary) -> bool:
@@ -126,12 +118,11 @@ def _has_printed(shared: Shared) -> bool:
     """Wait until the first rank has printed; False if it does not in time."""
     deadline = time.monotonic() + TIMEOUT_S
     with suppress(Exception):  # the store may have ended
-        while not shared.store.check(["printed"]):
-            if time.monotonic() > deadline:
-                return False
+        while time.monotonic() < deadline:
+            if shared.store.check(["printed"]):
+                shared.store.add("confirmed", 1)
+                return True
             time.sleep(POLL_S)
-        shared.store.add("confirmed", 1)
-        return True
     return False
 
 
@@ -144,16 +135,14 @@ def _confirm_printed(shared: Shared) -> None:
             time.sleep(POLL_S)
 
 
-class Report:
+def _error_file() -> Path | None:
     """torchrun's error file, whose text it shows at exit. None without torchrun, or if already written."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name and not Path(name).exists() else None
 
-    def __init__(self) -> None:
-        name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        self.file = Path(name) if name and not Path(name).exists() else None
 
-    def write(self, text: str) -> None:
-        """Replace the file's text."""
-        if self.file is not None:
-            more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-            with suppress(OSError):
-                self.file.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+def _write_report(file: Path | None, text: str) -> None:
+    if file is not None:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            file.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))

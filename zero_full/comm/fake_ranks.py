@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full.comm.transport import BackendTransport, Splits
+from zero_full.comm.transport import BackendTransport
 
 
 class FakeGroup(dist.ProcessGroup):
@@ -27,20 +27,10 @@ class FakeTransport(BackendTransport):
 
     name = "fake"
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
+    def do_nothing(self, *given: Any, **named: Any) -> None:
         """Do nothing: tensors of a plan have no values."""
 
-    def all_gather(self, whole: Tensor) -> None:
-        """Do nothing."""
-
-    def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """Do nothing."""
-
-    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Do nothing."""
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Do nothing."""
+    reduce_scatter = all_gather = all_reduce = all_to_all = broadcast = do_nothing
 
     def sum_numbers(self, numbers: Tensor) -> None:
         """Multiply by the number of ranks: these have values, equal on all ranks."""

@@ -9,13 +9,13 @@ A collective larger than the staging buffer is made in pieces, which bounds pinn
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_full.comm.shared_memory import SharedMemory
-from zero_full.comm.transport import Call, Exchange, Splits, own_slice
+from zero_full.comm.transport import NO_CALL, Exchange, Splits, own_slice
 
 STAGING = 32 * 2**20  # bytes of the staging buffer, at most
 HALF = 32 * 2**20  # bytes of half a window in shared memory: large pieces need few barriers
@@ -38,21 +38,14 @@ class HostStaging:
     """
 
     name = "host staging"
+    call = NO_CALL
 
     def __init__(self, inner: SharedMemory | Exchange, staging: int = STAGING) -> None:
         self.inner, self.staging = inner, staging
         self.rank, self.size = inner.rank, inner.size
+        self.gather_objects, self.awaited_by = inner.gather_objects, inner.awaited_by
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.failure = ""  # why an earlier collective failed
-
-    @property
-    def call(self) -> Call:
-        """The collective about to be made."""
-        return self.inner.call
-
-    @call.setter
-    def call(self, call: Call) -> None:
-        self.inner.call = call
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Copy pieces of all slices to the host, and pieces of the sum back."""
@@ -105,14 +98,6 @@ class HostStaging:
             of_piece = Splits(numels[0], numels[1], min(step, splits.most - low))
             self._stage(partial(self.inner.all_to_all, splits=of_piece), leaving, coming)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Gather in host memory."""
-        return self.inner.gather_objects(mine)
-
-    def awaited_by(self) -> list[int]:
-        """Ranks seen waiting in a collective that this rank has not entered."""
-        return self.inner.awaited_by()
-
     def _step(self, size: int, fields: int = 1) -> int:
         """Elements of each slice in a piece, if one element of each slice takes `size` bytes."""
         return max(1, (self.staging - fields * ALIGNMENT) // size)
@@ -121,6 +106,7 @@ class HostStaging:
         """Copy parts to the host, pass one flat tensor for each field to `exchange`, and copy parts back."""
         if self.failure:  # other ranks may still be in the middle of that collective
             raise RuntimeError(f"an earlier collective of this group failed: {self.failure}")
+        self.inner.call = self.call
         try:
             with torch.no_grad():
                 flats, copies = self._laid_out(fields)

@@ -80,7 +80,6 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
         self.windows, self.rank, self.half = windows, rank, half
 
     def __missing__(self, dtype: torch.dtype) -> tuple[Half, Half]:
-        """Cut the windows for a type."""
         others = [rank for rank in range(len(self.windows)) if rank != self.rank]
 
         def cut(start: int) -> Half:
@@ -158,11 +157,9 @@ class SharedMemory(BackendTransport):
         flat, halves = numbers.reshape(-1), self.halves[numbers.dtype]
         for low in range(0, flat.numel(), halves[0].numel):
             piece, half = flat[low : low + halves[0].numel], halves[self.turn % 2]
-            numel, pieces = piece.numel(), []
-            half.whole[self.rank][:numel].copy_(piece)
+            pieces = [window[: piece.numel()] for window in half.whole]
+            pieces[self.rank].copy_(piece)
             self.barrier(self.call)
-            for window in half.whole:
-                pieces.append(window[:numel])
             # Every rank adds the same numbers in rank order, so all get the same bits. No second barrier: as
             # in an all-gather, others only read this half until all have met for the piece after this one.
             add_up(pieces, piece, 1)
@@ -284,10 +281,8 @@ class SpinBarrier:
         deadline = time.monotonic() + TEXTS_WAIT_S
         while time.monotonic() < deadline and not all(text.value for text in self.texts):
             time.sleep(LONG_SLEEP_S)
-        lines = [
-            f"rank {rank}: {text.value.decode(errors='replace') or 'another call'}"
-            for rank, text in enumerate(self.texts)
-        ]
+        calls = [text.value.decode(errors="replace") or "another call" for text in self.texts]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(calls)]
         raise DesyncError(
             "\n  ".join(["the ranks make different collectives, and nothing was sent:", *lines])
         )

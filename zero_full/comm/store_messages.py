@@ -32,11 +32,9 @@ class StoreMessages:
     def __init__(self, topic: str, ranks: Sequence[int], on_poll: Callable[[], None]) -> None:
         """`on_poll` is called repeatedly while this rank waits. An exception from it ends the wait."""
         self.ranks, self.on_poll = list(ranks), on_poll
-        self.store: Any = prefix_store(f"zero_full/{topic}", self._store())
-
-    def _store(self) -> Any:
         known: Any = dist  # torch's type stubs do not list HashStore
-        return known.HashStore() if len(self.ranks) == 1 else default_store()
+        store = known.HashStore() if len(self.ranks) == 1 else default_store()
+        self.store: Any = prefix_store(f"zero_full/{topic}", store)
 
     def write(self, key: str, text: str) -> None:
         """Write a message for the other ranks."""

@@ -7,12 +7,14 @@ exactly the slices they need, and sum them in rank order, which gives the same b
 host use shared memory instead of messages, see `shared_memory.py`.
 
 `whole` is a flat buffer; rank r's slice is the r-th of `size` equal parts. All calls block (on a GPU: the
-current stream).
+current stream). Every transport has the collectives of `Communicator`. In `reduce_scatter`, `out` may lie in
+`whole`. After `all_reduce` and `sum_numbers` all ranks have the same bits. `call` is set before each
+collective: ranks in shared memory compare it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,37 +41,6 @@ class Splits:
         """Splits of `numel` elements into equal parts, one for each rank."""
         part = numel // ranks
         return cls([part] * ranks, [part] * ranks, part)
-
-
-class Transport(Protocol):
-    """The collectives that every implementation has."""
-
-    name: str
-    call: Call  # the collective about to be made; ranks in shared memory compare it
-
-    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Sum this rank's slice of `whole` over all ranks into `out`, divided. `out` may lie in `whole`."""
-
-    def all_gather(self, whole: Tensor) -> None:
-        """Fill in the slices of the other ranks; this rank's is in place already."""
-
-    def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """Sum `whole` over all ranks in place, divided; all ranks get the same bits."""
-
-    def sum_numbers(self, numbers: Tensor) -> None:
-        """Sum `numbers`, of any shape, over all ranks in place; all ranks get the same bits."""
-
-    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy the first rank's values to all ranks."""
-
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Gather a small Python object of each rank, by rank."""
-
-    def awaited_by(self) -> list[int]:
-        """Ranks seen waiting in a collective that this rank has not entered."""
 
 
 def describe_call(call: Call) -> str:

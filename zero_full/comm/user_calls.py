@@ -12,10 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from zero_full._compat import prefix_store
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.exit_reason import write_error
 from zero_full.comm.store_messages import StoreMessages, longest_timeout
+from zero_full.comm.stores import numbered_topic, write_error
 from zero_full.errors import AbsentError, DesyncError
 
 log = logging.getLogger("zero_full")
@@ -31,9 +30,8 @@ class UserCalls:
         """`communicators`: all communicators of the engine."""
         self.group, self.communicators, self.number = group, communicators, 0
         self.rank = group.ranks[group.rank]
-        topic = "user_calls/" + "-".join(map(str, group.ranks))
-        made = prefix_store(f"zero_full/{topic}", group.store).add(f"made/{self.rank}", 1)
-        self.messages = StoreMessages(f"{topic}/{made}", group.ranks, self._on_poll)
+        topic = numbered_topic("user_calls", group.ranks, self.rank)
+        self.messages = StoreMessages(topic, group.ranks, self._on_poll)
         self.settle: Callable[[], object] = list
         self.started = self.stuck_since = 0.0
         self.has_warned = False

@@ -189,7 +189,6 @@ def table(config: Config, origins: Mapping[str, Origin], extra_rows: Sequence[tu
     """Return keys, values and origins as aligned plain text, with `extra_rows` at the end."""
     rows = [("key", "value", "from"), *_rows(config, origins), *extra_rows]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    wide[1] = max(
-        min(wide[1], WIDE - wide[0] - len("  derived  ")), 0
-    )  # a longer value shifts its own line only
+    # A longer value shifts its own line only.
+    wide[1] = max(min(wide[1], WIDE - wide[0] - len("  derived  ")), 0)
     return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {origin}" for key, value, origin in rows)

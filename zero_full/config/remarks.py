@@ -45,9 +45,9 @@ class Remark:
                 yield route, level[name]
 
 
-def idle(text: str, switch: str = "", when: Callable[[Any], bool] | None = None) -> Remark:
+def idle(text: str, *switches: str) -> Remark:
     """Make a remark for a key without effect: a warning."""
-    return Remark(text, refuses=False, switches=(switch,) if switch else (), when=when)
+    return Remark(text, refuses=False, switches=switches)
 
 
 def missing(text: str, remedy: str, *switches: str, when: Callable[[Any], bool] | None = None) -> Remark:
@@ -57,16 +57,13 @@ def missing(text: str, remedy: str, *switches: str, when: Callable[[Any], bool] 
 
 def removed(version: str, instead: str, switch: str = "") -> Remark:
     """Make a remark for a feature that DeepSpeed removed in this version: an error unless switched off."""
-    text = f"DeepSpeed removed it in {version}"
     switches, when = ((switch,), None) if switch else ((), is_on)
-    return Remark(text, refuses=True, remedy=instead, switches=switches, when=when)
+    return missing(f"DeepSpeed removed it in {version}", instead, *switches, when=when)
 
 
 def is_on(value: Any) -> bool:
     """Return whether a value requests anything. A section does unless all of its switches are off."""
-    if not isinstance(value, Mapping):
-        return bool(value)
-    switches = list(_switches(value))
+    switches = _switches(value) if isinstance(value, Mapping) else []
     return any(switches) if switches else bool(value)
 
 

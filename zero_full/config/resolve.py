@@ -29,12 +29,8 @@ from zero_full.config.schema import Config, ZeroConfig
 from zero_full.errors import ConfigError
 
 BATCH = (TRAIN, MICRO, STEPS)
-ZERO, OFFLOAD, OLD_OFFLOAD, OLD_PIN = (
-    "zero_optimization",
-    "offload_optimizer",
-    "cpu_offload",
-    "cpu_offload_use_pin_memory",
-)
+ZERO, OFFLOAD = "zero_optimization", "offload_optimizer"
+OLD_OFFLOAD, OLD_PIN = "cpu_offload", "cpu_offload_use_pin_memory"
 
 
 @dataclass(frozen=True)
@@ -79,10 +75,9 @@ def _as_mapping(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
     """Return the user's configuration as a mapping, its name for messages, and its parse if it is a file."""
     name, parsed = "the configuration", None
     if isinstance(config, Config):
-        return config.model_dump(exclude_unset=True), name, None
+        config = config.model_dump(exclude_unset=True)
     if isinstance(config, str | Path):
-        name = str(config)
-        parsed = read(Path(config))
+        name, parsed = str(config), read(Path(config))
         config = parsed.value
     if not isinstance(config, Mapping):
         raise ConfigError(

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     key: str
     why: str
     remedy: str  # empty: a warning that the key has no effect
-    read: tuple[str, ...]  # other keys that the rule depends on
+    read: tuple[str, ...] = ()  # other keys that the rule depends on
 
 
 def conflicts(config: Config, world_size: int) -> Iterator[Rule]:
@@ -38,7 +38,6 @@ def conflicts(config: Config, world_size: int) -> Iterator[Rule]:
             "zero_optimization.mics_shard_size",
             f"{mics} does not divide the world size {world_size}",
             "set it to a divisor, or to -1 to shard over all ranks",
-            (),
         )
     sharing = mics if mics > 0 else world_size
     if stage == 3 and sharing % hpz != 0:
@@ -74,7 +73,7 @@ def precision_conflicts(config: Config) -> Iterator[Rule]:
         )
     is_muon = config.optimizer is not None and config.optimizer.type.lower() == "muon"
     if bf16.bf16_optimizer_states and is_muon:
-        yield Rule("bf16.bf16_optimizer_states", "Muon keeps its momentum in fp32", "remove it", ())
+        yield Rule("bf16.bf16_optimizer_states", "Muon keeps its momentum in fp32", "remove it")
     first, least = 2**fp16.initial_scale_power, fp16.min_loss_scale
     if fp16.enabled and fp16.loss_scale == 0 and least > first:
         yield Rule(
@@ -96,21 +95,18 @@ def offload_conflicts(config: Config) -> Iterator[Rule]:
                 f"{key}.nvme_path",
                 'required by the device "nvme"',
                 'set it to a directory on a fast local disk, or use the device "cpu"',
-                (),
             )
     if state is not None and state.super_offload and state.device == "nvme":
         yield Rule(
             f"{STATE}.super_offload",
             "speculative steps need two copies of the state in memory",
             'use the device "cpu", or remove it',
-            (),
         )
     if state is not None and state.device == "nvme" and state.ratio != 1:
         yield Rule(
             f"{STATE}.ratio",
             "NVMe offload always takes the whole optimizer state",
             'use 1, or the device "cpu"',
-            (),
         )
     if state is not None and state.device != "none" and stage == 0:
         yield Rule(
@@ -139,15 +135,14 @@ def delay_conflicts(config: Config) -> Iterator[Rule]:
         if state.device == "nvme":
             yield Rule(key, "NVMe offload keeps state in memory only during a step", instead, (device,))
         if state.super_offload:
-            yield Rule(key, "super_offload updates during backward, this key after it", other, ())
+            yield Rule(key, "super_offload updates during backward, this key after it", other)
         if parameters is not None and parameters.device != "none":
-            yield Rule(key, "offload_param updates parameters within the step", other, ())
+            yield Rule(key, "offload_param updates parameters within the step", other)
         if state.ratio != 1:
             yield Rule(
                 key,
                 "the state that a ratio below 1 leaves on the device would be updated earlier than the rest",
                 "use ratio 1",
-                (),
             )
 
 
@@ -158,7 +153,6 @@ def argument_conflicts(config: Config) -> Iterator[Rule]:
             "optimizer.params.max_grad_norm",
             "the engine clips the gradients",
             "set gradient_clipping instead",
-            (),
         )
 
 
@@ -191,7 +185,7 @@ def ineffective_keys(config: Config) -> Iterator[Rule]:
     """Yield keys without effect because of another one. The caller drops keys with default values."""
     if config.prescale_gradients:
         why = "prescale_gradients divides by the world size before the reduction"
-        yield Rule("gradient_predivide_factor", why, "", ())
+        yield Rule("gradient_predivide_factor", why, "")
     state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     if state is not None and state.device == "none":
         for key in ("ratio", "super_offload"):
@@ -221,7 +215,6 @@ def assumed_defaults(config: Config) -> Iterator[Rule]:
         f"by default gradients are clipped to a norm of {config.gradient_clipping}, as in DeepSpeed since "
         "0.19.3; earlier versions did not clip",
         "set the norm, or 0 for no clipping",
-        (),
     )
 
 

@@ -296,8 +296,7 @@ class Config(Strict):
     zero_optimization: ZeroConfig = ZeroConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile: Annotated[
-        Section,
-        missing("graph passes are not implemented", "call torch.compile on the model", "deepcompile"),
+        Section, missing("graph passes are not implemented", "call torch.compile on the model", "deepcompile")
     ] = {}
     graph_harvesting: Annotated[Flag, removed("0.19.8", "call torch.compile on the model; remove it")] = False
     wall_clock_breakdown: Flag = False

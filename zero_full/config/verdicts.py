@@ -104,11 +104,15 @@ def _quiet_verdicts(parsed: Parsed, examined: Examined, notices: list[Verdict]) 
     keys = [path for path in parsed.positions if path and path == _key_of(path)]
     sections = {path[:length] for path in keys for length in range(len(path))}
     first_names = {theirs: ours for ours, theirs in examined.spelled.items()}
-    lookup = _Lookup(examined)
+    entries: dict[Route, messages.Entry] = {
+        tuple(entry.key.split(".")): entry for entry in messages.entries(examined.config)
+    }
+    rules = known_rules(unread_keys(examined.config), examined.bad)
+    unread: dict[Route, str] = {tuple(rule.key.split(".")): rule.why for rule in rules}
     for path in keys:
         if path in noticed or path in sections:
             continue
-        kind, message = lookup.verdict(messages.as_written(path, first_names))
+        kind, message = _quiet_verdict(messages.as_written(path, first_names), entries, unread)
         for length in range(1, len(path)):
             if path[:length] in refused:
                 kind, message = "unread", f"{messages.dotted(path[:length])} is invalid"
@@ -121,35 +125,25 @@ def _key_of(path: Route) -> Route:
     return tuple(takewhile(lambda name: isinstance(name, str), path))
 
 
-class _Lookup:
-    """Lookup of the verdict on keys without a notice."""
-
-    def __init__(self, examined: Examined) -> None:
-        self.entries: dict[Route, messages.Entry] = {
-            tuple(entry.key.split(".")): entry for entry in messages.entries(examined.config)
-        }
-        rules = known_rules(unread_keys(examined.config), examined.bad)
-        self.unread: dict[Route, str] = {tuple(rule.key.split(".")): rule.why for rule in rules}
-
-    def verdict(self, path: Route) -> tuple[VerdictKind, str]:
-        """Return (kind, message) for a key under its canonical name."""
-        entry = self.entries.get(path)
-        if path in (("optimizer", "type"), ("scheduler", "type")) and entry:
-            return "unknown", IN_A_RUN
-        if path in self.unread:
-            return "unread", self.unread[path]
-        if entry is not None:
-            return ("default", "") if entry.value == entry.default else ("ok", "")
-        inside = next(
-            (path[:length] for length in range(1, len(path)) if path[:length] in self.entries), None
-        )
-        if inside is None:  # a section without keys, or null for a batch size
-            return "default", ""
-        section = self.entries[inside]
-        if section.value is None:
-            return "unread", f"{section.key} cannot be used"
-        if inside[-1] == "params":
-            return "unknown", IN_TORCH
-        switches = section.remark.switches if section.remark is not None else ()
-        is_switch = ".".join(map(str, path[len(inside) :])) in switches
-        return ("default", "") if is_switch else ("unread", "zero_full does not read it")
+def _quiet_verdict(
+    path: Route, entries: Mapping[Route, messages.Entry], unread: Mapping[Route, str]
+) -> tuple[VerdictKind, str]:
+    """Return (kind, message) for a key without a notice, under its canonical name."""
+    entry = entries.get(path)
+    if path in (("optimizer", "type"), ("scheduler", "type")) and entry:
+        return "unknown", IN_A_RUN
+    if path in unread:
+        return "unread", unread[path]
+    if entry is not None:
+        return ("default", "") if entry.value == entry.default else ("ok", "")
+    inside = next((path[:length] for length in range(1, len(path)) if path[:length] in entries), None)
+    if inside is None:  # a section without keys, or null for a batch size
+        return "default", ""
+    section = entries[inside]
+    if section.value is None:
+        return "unread", f"{section.key} cannot be used"
+    if inside[-1] == "params":
+        return "unknown", IN_TORCH
+    switches = section.remark.switches if section.remark is not None else ()
+    is_switch = ".".join(map(str, path[len(inside) :])) in switches
+    return ("default", "") if is_switch else ("unread", "zero_full does not read it")

@@ -7,13 +7,16 @@ differences. The first rank replays and broadcasts the tensors that differ. If a
 change one in GatheredParameters(modifier_rank), that rank broadcasts it.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero_full.comm.topology import this_rank
 from zero_full.construct.recorded_tensor import (
     UNRECORDED_ASSIGNMENT,
     Record,
@@ -23,9 +26,8 @@ from zero_full.construct.recorded_tensor import (
     materialize,
     twin_of,
 )
-from zero_full.construct.recording import state_of
+from zero_full.construct.recording import NewestVersion, state_of
 from zero_full.construct.session import Recorder, latest, local
-from zero_full.construct.source_rank import SourceRanks, ValueReport
 from zero_full.nested import tensors_in
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.group.checksum import digest
@@ -57,22 +59,19 @@ class Deferred:
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
         self.attributes = {tensor: tensor._record for tensor in _attributes(model, recorded.values())}
-        self.recorders = self._recorders()
+        # The recorders of the model's tensors, also if these tensors were replaced since.
+        records = (*self.records.values(), *self.attributes.values())
+        found = dict.fromkeys(cast(Recorder, record.recorder) for record in records)
+        last = latest()
+        if last is not None and last.has_constructed(model):
+            found[last] = None
+        self.recorders = list(found)
         self.parameters: set[Parameter] = set()  # parameters whose values `run_replay` sets
         self.real: dict[str, Tensor] = {}  # values of tensors that are not recorded
         local.undo.append(self._take_back)
         for name, tensor in recorded.items():
             self.records[name].recorder.recording.names.given[name] = self.records[name].twin
             materialize(tensor, placeholder_scalar(tensor.dtype, device).expand(tensor.shape))
-
-    def _recorders(self) -> list[Recorder]:
-        """Return the recorders of the model's tensors, also if these tensors were replaced since."""
-        records = (*self.records.values(), *self.attributes.values())
-        found = dict.fromkeys(cast(Recorder, record.recorder) for record in records)
-        last = latest()
-        if last is not None and last.has_constructed(self.model):
-            found[last] = None
-        return list(found)
 
     def _take_back(self) -> None:
         for name, record in self.records.items():
@@ -182,6 +181,71 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
             for tensor in tensors_in(value) if name not in usual else ():
                 if isinstance(tensor, Recorded) and id(tensor) not in seen:
                     yield tensor
+
+
+# The rank that broadcasts a tensor ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ValueReport:
+    """One rank's report of its initial values: a digest of each, and newer values on other ranks."""
+
+    digests: dict[str, bytes]
+    newest: dict[str, NewestVersion]
+
+
+class SourceRanks:
+    """All ranks of a pair of process groups, by index. All of them must make the same calls."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.here = pair.across.rank * pair.shard.size + pair.shard.rank
+        self.ranks: list[int] = pair.gather_objects(this_rank(), "ranks")
+
+    def senders(self, mine: ValueReport) -> dict[int, list[str]]:
+        """Return the names of the tensors that each rank must send, by its index. Equal on all ranks."""
+        short = (hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.newest))
+        if set(self.pair.gather_objects(short, "values")) == {(short[0], False)}:
+            return {}
+        reports: list[ValueReport] = self.pair.gather_objects(mine, "values")
+        senders: dict[int, list[str]] = {}
+        for name in sorted(reports[0].digests):
+            sender = _sender_of(name, self.ranks, reports)
+            if any(each.digests[name] != reports[sender].digests[name] for each in reports):
+                senders.setdefault(sender, []).append(name)
+        return dict(sorted(senders.items()))
+
+    def broadcast_from(self, sender: int, tensor: Tensor, what: str) -> Tensor:
+        """Broadcast a tensor from the rank `sender`. Other ranks' tensors may be overwritten."""
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        if not raw.numel():
+            return tensor
+        if sender != self.here:
+            raw.zero_()
+        for group in (self.pair.shard, self.pair.across):
+            if sender == 0:
+                group.broadcast(raw, what)
+            else:
+                group.sum_numbers(raw, what)
+        return raw.view(tensor.dtype).view(tensor.shape)
+
+
+def _sender_of(name: str, ranks: list[int], reports: list[ValueReport]) -> int:
+    newest = reports[0].newest.get(name)
+    if newest is None:
+        return 0
+    if newest.rank not in ranks:
+        raise ValueError(
+            f"{name} was last changed in GatheredParameters(modifier_rank={newest.rank}), but only ranks "
+            f"{ranks} hold it. Pass one of these as modifier_rank."
+        )
+    sender = ranks.index(newest.rank)
+    if sender and reports[sender].newest.get(name) != newest:
+        raise ValueError(
+            f"{name} was changed in GatheredParameters(modifier_rank={newest.rank}), and then differently on "
+            f"rank {ranks[0]} and rank {newest.rank}. Make later changes in such a context as well."
+        )
+    return sender
 
 
 # Checks ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.construct.recorded_tensor import Record, Recorded, RecorderProtocol, dematerialize, materialize
 from zero_full.construct.recording import NewestVersion
 from zero_full.errors import DisagreementError
-from zero_full.formatting import ranks_listed
+from zero_full.formatting import by_value
 from zero_full.shard.group.checksum import checksum
 from zero_full.shard.group.registry import opened, record_of
 
@@ -70,15 +70,23 @@ def _give_values(recorder: RecorderProtocol, closed: dict[Tensor, Record]) -> No
     behind = {id(record.twin): tensor for tensor, record in closed.items()}
     recording, twins = recorder.recording, [record.twin for record in closed.values()]
     recording.check_not_from_file("GatheredParameters", twins)
+
+    def deliver(twin: Tensor, real: Tensor) -> None:
+        tensor = behind[id(twin)]
+        assert isinstance(tensor, Recorded)
+        opened[tensor] = materialize(tensor, real)
+
     try:
-        recording.replay(lambda twin, real: _materialize(behind[id(twin)], real), twins, remember=True)
+        recording.replay(deliver, twins, remember=True)
         newest = {tensor: recording.newest_version(record.twin) for tensor, record in closed.items()}
         _check_same_shapes({closed[t].name: t for t, each in newest.items() if each is not None})
         for tensor, record in closed.items():
             changed_by = newest[tensor]
             record.was_received = changed_by is not None
-            if changed_by is not None:
-                _broadcast(tensor.data, changed_by.rank)
+            if changed_by is not None and tensor.numel():  # sub-groups are not known yet
+                sent = tensor.detach().to(device_of(dist.group.WORLD)).contiguous()
+                dist.broadcast(sent.view(-1).view(torch.uint8), changed_by.rank)
+                tensor.data.copy_(sent)
             record.at_start = _fingerprint(tensor)
             record.accepted, record.rank, record.contexts = None, None, 0
     except BaseException:
@@ -86,11 +94,6 @@ def _give_values(recorder: RecorderProtocol, closed: dict[Tensor, Record]) -> No
             if opened.pop(tensor, None) is not None:
                 dematerialize(tensor, record)
         raise
-
-
-def _materialize(tensor: Tensor, real: Tensor) -> None:
-    assert isinstance(tensor, Recorded)
-    opened[tensor] = materialize(tensor, real)
 
 
 def _check_same_shapes(borrowed: dict[str, Tensor]) -> None:
@@ -107,24 +110,12 @@ def _check_same_shapes(borrowed: dict[str, Tensor]) -> None:
     everyones: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     for name in mine:
-        kinds: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyones):
-            kinds.setdefault(theirs.get(name, "not gathered"), []).append(rank)
+        kinds = by_value({rank: theirs.get(name, "not gathered") for rank, theirs in enumerate(everyones)})
         if len(kinds) > 1:
-            described = " and ".join(f"{kind} on {ranks_listed(ranks)}" for kind, ranks in kinds.items())
             raise DisagreementError(
-                f"{name} is {described}. Change its shape or dtype on every rank, before or inside "
+                f"{name} is {' and '.join(kinds)}. Change its shape or dtype on every rank, before or inside "
                 "GatheredParameters."
             )
-
-
-def _broadcast(real: Tensor, rank: int) -> None:
-    """Broadcast the newest values from `rank` to all ranks. Sub-groups are not known yet."""
-    place = device_of(dist.group.WORLD)
-    sent = real.to(place).contiguous()
-    if sent.numel():
-        dist.broadcast(sent.view(-1).view(torch.uint8), rank)
-        real.copy_(sent)
 
 
 def _fingerprint(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The context manager `Init`: construct a model that is larger than one rank's memory.
+"""The context managers `Init`, to construct a model larger than one rank's memory, and `OnDevice`.
 
     with zero_full.Init():
         model = Model()
@@ -9,7 +9,8 @@ See [Note: recording and replay] in `recording.py`.
 
 import logging
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -66,7 +67,6 @@ class Init:
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> "Init":
-        """Start recording."""
         stack, usual_dtype = ExitStack(), torch.get_default_dtype()
         stack.callback(torch.set_default_dtype, usual_dtype)
         if self.dtype is not None:
@@ -81,7 +81,6 @@ class Init:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Stop recording."""
         self._stacks.pop().__exit__(*failure)
 
     def _record(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
@@ -90,12 +89,12 @@ class Init:
                 "zero_full.Init was entered inside GatheredParameters, where nothing is recorded. Leave "
                 "GatheredParameters before constructing a model"
             )
-        if local.session is None or local.session.is_over:
-            self._begin(stack, usual_dtype)
-        elif self.weights is not None:
-            raise ValueError("Init(weights=...) is inside another Init. Pass the weights to the outer one")
-
-    def _begin(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
+        if local.session is not None and not local.session.is_over:
+            if self.weights is not None:
+                raise ValueError(
+                    "Init(weights=...) is inside another Init. Pass the weights to the outer one"
+                )
+            return
         session = stack.enter_context(Session(latest(), constructs=True))
         local.latest = weakref.ref(session.recorder)
         recording = session.recorder.recording
@@ -112,3 +111,23 @@ class Init:
 
         session.on_end = on_end
         stack.enter_context(recording.names.watch(is_recording, session.recorder))
+
+
+@contextmanager
+def OnDevice(  # noqa: N802 (DeepSpeed's name, which scripts write)
+    dtype: torch.dtype | None = None, device: torch.device | str = "meta", enabled: bool = True
+) -> Iterator[None]:
+    """Make tensors on `device`, with `dtype` as the default floating-point dtype, inside the context.
+
+    On "meta" a model has shapes and no values, and `initialize` cannot compute these. With `Init` it can.
+    """
+    usual = torch.get_default_dtype()
+    if not enabled:
+        yield
+        return
+    torch.set_default_dtype(dtype or usual)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(usual)

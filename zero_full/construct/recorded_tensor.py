@@ -105,10 +105,6 @@ class Record:
         """The tensor's name, for error messages."""
         return cast(str, self.recorder.recording.name_of(self.twin))
 
-    def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
-        """Return a context in which these tensors have values: see `GatheredParameters`."""
-        return self.recorder.gathered(tensors, rank)
-
 
 class Recorded(ParameterCandidate):
     """A tensor without values whose operations are recorded. See [Note: recorded tensors]."""
@@ -124,7 +120,8 @@ class Recorded(ParameterCandidate):
             if func in ON_SHELL or func in DEVICE:
                 with without_overrides():
                     return func(*args, **kwargs)
-        return next(recorded_in((args, kwargs)))._record.recorder.run(func, args, kwargs)
+        recorded = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Recorded))
+        return recorded._record.recorder.run(func, args, kwargs)
 
     def is_parameter(self) -> bool:
         """Return whether this is a parameter."""
@@ -176,11 +173,6 @@ def raise_no_values(tensor: Recorded, what: str) -> NoReturn:
         f"{what} needs values of {tensor._record.name}, which zero_full.initialize computes. Do it "
         "afterwards, or inside zero_full.GatheredParameters."
     )
-
-
-def recorded_in(nested: Any) -> Iterator[Recorded]:
-    """Yield the recorded tensors in a nested structure."""
-    return (tensor for tensor in tensors_in(nested) if isinstance(tensor, Recorded))
 
 
 def has_values(tensor: Tensor) -> bool:

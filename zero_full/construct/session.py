@@ -7,7 +7,7 @@ session is *paused*, torch works as usual.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zero_full._compat import default_device_context, without_functions, without_overrides
+from zero_full._compat import TorchDispatchMode, default_device_context, without_functions, without_overrides
 from zero_full.construct.early_gather import gathered
-from zero_full.construct.generators import default_generator_lock
-from zero_full.construct.operations import Operations, no_values_error
+from zero_full.construct.generators import CPU, default_generator_lock
 from zero_full.construct.recorded_tensor import DEVICE, ON_SHELL, SHAPE_AND_DTYPE, Recorded
-from zero_full.construct.recording import META, Recording
-from zero_full.construct.torch_functions import FunctionCall, Shells, to_twins
+from zero_full.construct.recording import META, Recording, draws_numbers, generator_in, is_recorded, written
+from zero_full.construct.torch_functions import FunctionCall, Shells, to_recorded, to_twins
 from zero_full.errors import NoValuesError
+from zero_full.nested import mapped, tensors_in
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -65,14 +65,15 @@ class Recorder:
 class Session:
     """A period in which a thread's operations are recorded. Without a recorder it starts a new recording."""
 
+    recorder: Recorder
+
     def __init__(self, recorder: Recorder | None, constructs: bool = False) -> None:
-        self._recorder, self.constructs = recorder, constructs or recorder is None
+        self.earlier, self.constructs = recorder, constructs or recorder is None
         self.is_on = self.is_over = False
         self.place = default_device_context(META)
         self.on_end: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Session":
-        """Start recording."""
         self.outer = local.session
         self.usual_device = torch.get_default_device() if self.outer is None else self.outer.place.device
         if self.constructs and self.usual_device == META:
@@ -81,11 +82,10 @@ class Session:
             )
         self.modes = ExitStack()
         self._lock_generator()
-        if self._recorder is None:
-            self._recorder = Recorder()
-        else:
+        self.recorder = self.earlier or Recorder()
+        if self.earlier is not None:
             self.recorder.recording.streams.resume()
-        self.operations = Operations(self.recorder)
+        self.operations = _Operations(self.recorder)
         for mode in (self.place, _Functions(self), self.operations):
             self.modes.enter_context(mode)
         local.session = self
@@ -93,7 +93,6 @@ class Session:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """End the session."""
         local.session = self.outer
         self.modes.close()
         self.end()
@@ -127,12 +126,6 @@ class Session:
         self.place.device = META if on else self.usual_device
         self.is_on = self.operations.is_on = on
 
-    @property
-    def recorder(self) -> Recorder:
-        """The recorder of this session."""
-        assert self._recorder is not None
-        return self._recorder
-
     def do(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a torch function on the twins of recorded tensors."""
         first = args[0] if args else None
@@ -152,13 +145,89 @@ class Session:
         except RuntimeError as error:
             if "meta" not in str(error) or not shells or isinstance(error, NoValuesError):
                 raise
-            raise no_values_error(
-                self.recorder.recording, f"{func.__name__} ({error})", (args, kwargs)
-            ) from error
+            what = f"{func.__name__} ({error})"
+            raise _no_values_error(self.recorder.recording, what, (args, kwargs)) from error
         finally:
             self.operations.depth -= 1
         with without_functions():
             return call.to_recorded(out)
+
+
+class _Operations(TorchDispatchMode):
+    """Dispatch mode that records operations on meta tensors, and runs others unchanged."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder, self.recording = recorder, recorder.recording
+        self.is_on = True
+        self.depth = 0  # number of torch functions in progress
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        if self.depth:
+            return self._record(func, args, kwargs)
+        with without_functions():  # a constructor such as `torch.Tensor(2, 3)`, not a torch function
+            shells: Shells = {}
+            args, kwargs = to_twins(self.recorder, args, shells), to_twins(self.recorder, kwargs, shells)
+            return to_recorded(self.recorder, self._record(func, args, kwargs), shells)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = list(tensors_in((args, kwargs)))
+        recorded = [tensor for tensor in tensors if tensor.device == META]
+        device = kwargs.get("device")
+        if device is not None and _makes_recorded(func, args, tensors, recorded, device):
+            kwargs = {**kwargs, "device": META}
+        elif not recorded and device != META:
+            if draws_numbers(func) and self.recording.streams.has_pending_draws(generator_in((args, kwargs))):
+                raise _no_values_error(self.recording, f"{func} on a tensor of device='cpu'", ())
+            return func(*args, **kwargs)
+        out = _on_meta(self.recording, func, args, kwargs)
+        if torch.Tag.inplace_view not in func.tags:  # in-place views change the shape, not the values
+            self.recording.add(func, args, kwargs, out, tensors)
+        return out
+
+
+def _makes_recorded(
+    func: Any, args: Any, tensors: list[Tensor], recorded: list[Tensor], device: torch.device
+) -> bool:
+    """Return whether an operation with an explicit device still makes a recorded tensor.
+
+    These are uninitialized tensors (`torch.Tensor(2, 3)`), random ones, and ones made like a recorded tensor.
+    """
+    if tensors:
+        return bool(recorded) and func.name() != "aten::_to_copy"
+    made_empty = func.name() == "aten::empty.memory_format" and 0 not in args[0]
+    return device == CPU and (draws_numbers(func) or made_empty)
+
+
+def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the meta device, to get the shapes of its results."""
+    given = args, kwargs
+    if any(tensor.device != META for tensor, _ in written(func, args, kwargs)):
+        raise _no_values_error(recording, f"{func} into a tensor of device='cpu'", given)
+    with suppress(RuntimeError):  # some operations reject a mix of real and meta tensors
+        out = func(*args, **kwargs)
+        if all(tensor.device == META for tensor in tensors_in(out)):
+            return out  # others would return an uninitialized real tensor
+    args, kwargs = mapped(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, given)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
+            raise _no_values_error(recording, str(func), given) from error
+        raise
+
+
+def _no_values_error(recording: Recording, what: str, given: Any) -> NoValuesError:
+    """Make the error for an operation that would read values of recorded tensors."""
+    names = recording.names_of(map(recording.value_of, filter(is_recorded, tensors_in(given))))
+    return NoValuesError(
+        f"{what} needs values of {names}, as .item() and `if tensor` do. There are none before "
+        "zero_full.initialize. After construction, do it inside zero_full.GatheredParameters, which accepts "
+        "buffers as well. In a constructor, make the tensors that it reads with device='cpu'."
+    )
 
 
 class _Functions(TorchFunctionMode):

@@ -12,7 +12,8 @@ that and the tensor's memory has the alignment that the device needs, as from `a
 of a transfer are buffered. The boundaries are page boundaries, so no page of a transfer is accessed in both
 ways. Between transfers the kernel keeps cache and disk coherent.
 
-The threads are in C++ (csrc/io), or in Python where nothing is compiled. This module describes both.
+The threads are in C++ (csrc/io), or in Python where nothing is compiled. They are no operators of torch;
+csrc/bind_io.cpp has the reason.
 """
 
 import contextlib
@@ -24,31 +25,176 @@ import os
 import struct
 import tempfile
 import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from zero_full.kernels import load
-from zero_full.kernels.file_threads import (
-    END_OF_FILE,
-    CompiledThreads,
-    Failure,
-    PythonThreads,
-    Span,
-    Threads,
-    transfer_block,
-)
 
 PAGE = max(4096, mmap.PAGESIZE)
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)  # not on Windows
 MOST_IN_FLIGHT = 64  # transfers; each has two files open, and a process may often open only 1024
+END_OF_FILE = -1  # instead of an errno
+NO_MEMORY = -2  # instead of a transfer's number
+NOT_DIRECT = (errno.EINVAL, errno.EFAULT)  # O_DIRECT's errors for unaligned blocks and unpinnable memory
+POLL_MILLISECONDS = 100  # the delay of Ctrl-C, at most
 
 AnyPath = str | os.PathLike[str]
+
+
+# Threads ---------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """A range of memory and of a file, which is open as `file` and, as a fallback, as `buffered`."""
+
+    file: int
+    buffered: int
+    memory: int
+    bytes: int
+    offset: int
+
+
+class Failure(NamedTuple):
+    """An errno, or 0, and the offset in the file at which it happened."""
+
+    error: int
+    at: int
+
+
+class PythonThreads:
+    """Threads in Python, if nothing is compiled. System calls release the GIL."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "zero_full_io")
+
+    def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
+        """Queue the blocks. Each refers to `keep`, because an unreferenced pool still finishes its jobs."""
+        failures: list[Failure] = []
+
+        def work(span: Span, keep: object = keep) -> None:
+            if not failures:  # else the transfer has failed already
+                failure = transfer_block(span, write)
+                failures.extend([failure] if failure.error else [])
+
+        jobs = [
+            self._pool.submit(
+                work,
+                span._replace(
+                    memory=span.memory + begin,
+                    bytes=min(block, span.bytes - begin),
+                    offset=span.offset + begin,
+                ),
+            )
+            for span in spans
+            for begin in range(0, span.bytes, block)
+        ]
+        return jobs, failures
+
+    def finish(self, started: tuple[list[Future[None]], list[Failure]]) -> Failure:
+        """Wait, and return the first failure."""
+        jobs, failures = started
+        for job in jobs:
+            job.result()
+        return failures[0] if failures else Failure(0, 0)
+
+    def forget(self, started: Any) -> None:
+        """Do nothing: a transfer has no records but its jobs."""
+
+    def close(self) -> None:
+        """Wait for all blocks, and end the threads."""
+        self._pool.shutdown()
+
+
+def transfer_block(span: Span, write: bool) -> Failure:
+    """Read or write one range, as csrc/io/block_io.cpp does. Python retries interrupted calls."""
+    file, buffered, memory, left, offset = span
+    while left:
+        part = (ctypes.c_char * left).from_address(memory)
+        try:
+            moved = os.pwritev(file, [part], offset) if write else os.preadv(file, [part], offset)
+            error = 0 if moved else (errno.EIO if write else END_OF_FILE)
+        except OSError as failed:
+            moved, error = 0, failed.errno or errno.EIO
+        if error and not (error in NOT_DIRECT and file != buffered):
+            return Failure(error, offset)
+        file = buffered
+        memory, left, offset = memory + moved, left - moved, offset + moved
+    return Failure(0, 0)
+
+
+class _CSpan(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_int),
+        ("buffered", ctypes.c_int),
+        ("memory", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
+
+class _CFailure(ctypes.Structure):
+    _fields_ = (("error", ctypes.c_int), ("at", ctypes.c_int64))
+
+
+@functools.cache
+def _functions(library: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(library))
+    pool, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    found.zf_io_open.argtypes, found.zf_io_open.restype = [integer], pool
+    found.zf_io_start.argtypes = [pool, ctypes.POINTER(_CSpan), integer, number, integer]
+    found.zf_io_start.restype = number
+    found.zf_io_wait.argtypes = [pool, number, integer, ctypes.POINTER(_CFailure)]
+    found.zf_io_forget.argtypes, found.zf_io_forget.restype = [pool, number], None
+    found.zf_io_close.argtypes, found.zf_io_close.restype = [pool], None
+    return found
+
+
+class CompiledThreads:
+    """The pool of csrc/io. A finalizer closes it before its tensors are freed, also at exit."""
+
+    def __init__(self, library: Path, threads: int) -> None:
+        self._functions = _functions(library)
+        self._pool = self._functions.zf_io_open(threads)
+        if not self._pool:
+            raise OSError(errno.EAGAIN, f"the system could not start {threads} threads")
+        self.close = weakref.finalize(self, _close, self._functions, self._pool, os.getpid())
+
+    def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
+        """Start a transfer and return its number."""
+        array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
+        number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
+        if number == NO_MEMORY:
+            raise MemoryError("not enough memory to queue another transfer")
+        if number < 0:
+            raise RuntimeError("the process is ending: no new transfers")
+        return number
+
+    def finish(self, started: int) -> Failure:
+        """Wait, and return the first failure. Ctrl-C is noticed meanwhile."""
+        found = _CFailure()
+        while not self._functions.zf_io_wait(self._pool, started, POLL_MILLISECONDS, found):
+            pass
+        return Failure(found.error, found.at)
+
+    def forget(self, started: int) -> None:
+        """Free the records of a transfer, whose number is not used again."""
+        self._functions.zf_io_forget(self._pool, started)
+
+
+def _close(functions: ctypes.CDLL, pool: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has no such threads
+        functions.zf_io_close(pool)
+
+
+# Files -----------------------------------------------------------------------------------------------
 
 
 class Event(Protocol):
@@ -167,7 +313,8 @@ class Transfer:
             self._io._check_process()
             self._finish()
         if error := self._error():
-            self._io._mark_raised(self)
+            with self._io._lock:
+                self._io._failed.pop(self, None)
             raise error
 
     def _finish(self) -> None:
@@ -214,12 +361,7 @@ class BlockIO:
     """
 
     def __init__(
-        self,
-        threads: int = 4,
-        block_bytes: int = 2**20,
-        *,
-        direct: bool = True,
-        compiled: bool | None = None,
+        self, threads: int = 4, block_bytes: int = 2**20, *, direct: bool = True, compiled: bool | None = None
     ) -> None:
         if threads < 1 or block_bytes < 1:
             raise ValueError(f"threads={threads}, block_bytes={block_bytes}: both must be at least 1")
@@ -227,7 +369,7 @@ class BlockIO:
         found = load.Loaded(None) if compiled is False else load.load(torch.device("cpu"))
         if compiled and found.path is None:
             raise RuntimeError(f"block I/O is not compiled: {found.reason}")
-        self.threads: Threads = CompiledThreads(found.path, threads) if found.path else PythonThreads(threads)
+        self.threads = CompiledThreads(found.path, threads) if found.path else PythonThreads(threads)
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._closed = False
@@ -297,7 +439,10 @@ class BlockIO:
             raise ValueError(f"offset={offset} of {path}: must be at least 0")
         while oldest := self._oldest_if_full():
             oldest._finish()
-        _wait_for_device(tensor, after)
+        if after is not None:
+            after.synchronize()
+        elif tensor.is_pinned():
+            torch.accelerator.synchronize()
         transfer = Transfer(self, os.fspath(path), tensor, offset, write)
         with self._lock:
             self._check_open(path)
@@ -320,10 +465,6 @@ class BlockIO:
             del self._in_flight[transfer]
         return True
 
-    def _mark_raised(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._failed.pop(transfer, None)
-
     def _check_open(self, path: AnyPath) -> None:
         self._check_process()
         if self._closed:
@@ -344,14 +485,6 @@ def _check_tensor(tensor: Tensor) -> None:
         )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is not contiguous: use .contiguous()")
-
-
-def _wait_for_device(tensor: Tensor, after: Event | None) -> None:
-    """Wait for the event or, for pinned memory without one, for the current device."""
-    if after is not None:
-        after.synchronize()
-    elif tensor.is_pinned():
-        torch.accelerator.synchronize()
 
 
 def aligned_empty(numel: int, dtype: torch.dtype, pin: bool = False) -> Tensor:

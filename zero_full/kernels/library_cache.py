@@ -44,18 +44,13 @@ def caches() -> list[Path]:
     """
     if chosen := os.environ.get("ZERO_FULL_CACHE"):
         return [Path(chosen)]
-    home = _users_cache()
+    home = None
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_full"
     if home is not None and _is_writable(home):
         return [home]
     temporary = Path(tempfile.gettempdir()) / f"zero_full-{os.geteuid()}"
     return [temporary] if home is None else [temporary, home]
-
-
-def _users_cache() -> Path | None:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_full"
-    except RuntimeError:  # a user without a home
-        return None
 
 
 def _is_writable(directory: Path) -> bool:

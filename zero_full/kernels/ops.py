@@ -45,10 +45,6 @@ SCHEMAS = {
 }
 
 
-def _no_result(*_: Any) -> None:
-    pass
-
-
 def _fake_lamb_norms(masters: list[Tensor], *_: Any) -> Tensor:
     like = masters[0] if masters else torch.empty(0)
     return like.new_empty(len(masters), 2, dtype=torch.float64)
@@ -73,4 +69,4 @@ FAKES: dict[str, Fake] = {
 for name, schema in SCHEMAS.items():
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zero_full::{name}", FAKES.get(name, _no_result), lib=LIBRARY)
+    torch.library.register_fake(f"zero_full::{name}", FAKES.get(name, lambda *_: None), lib=LIBRARY)

@@ -5,7 +5,7 @@ from zero_full.optim.elementwise import check_elementwise
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
-from zero_full.optim.one_bit_adam import OneBitAdam
+from zero_full.optim.one_bit import OneBitAdam
 from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.schedules import (
     LRRangeTest,

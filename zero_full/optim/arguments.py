@@ -20,7 +20,10 @@ NOT_NEGATIVE = (
     *("muon_lr", "adam_lr", "ns_eps"),
 )
 BELOW_1 = math.nextafter(1, 0)  # the largest weight that an average can give to its past
-WEIGHTS = ("alpha", "rho")
+WEIGHTS = ("alpha", "rho", "base_momentum", "max_momentum")
+# Arguments of torch's schedules: numbers without a default that would show it, and numbers or lists of them.
+NUMBERS = ("gamma", "step_size", "T_max", "T_0")
+PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum")
 FLAGS_OR_NONE = ("foreach", "fused")
 
 
@@ -51,7 +54,7 @@ def check_signature(key: str, target: Callable[..., Any], params: Mapping[str, A
 def checked_options(
     target: Callable[..., Any], options: Mapping[str, Any], named: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return an optimizer's options with lists as tuples and 0 and 1 as booleans, or raise ValueError.
+    """Return the options of an optimizer or schedule, lists as tuples and 0 and 1 as booleans; or raise.
 
     A value must be of the kind of the argument's default. `named` gives an option's name in messages. Options
     that are no arguments of `target` are returned unchanged.
@@ -64,6 +67,8 @@ def checked_options(
 
 
 def _checked(key: str, name: str, default: Any, value: Any) -> Any:
+    if name in PER_GROUP and isinstance(value, list | tuple):
+        return [_checked(key, name, default, each) for each in value]
     if value is None and (name in FLAGS_OR_NONE or (default is None and name in NOT_NEGATIVE)):
         return None
     if isinstance(default, bool) or name in FLAGS_OR_NONE:
@@ -76,7 +81,8 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
     least = 0.0 if name in NOT_NEGATIVE else -LARGEST
     if isinstance(default, tuple) and None not in default:
         return finite_numbers(key, value, len(default), least)
-    is_number = isinstance(default, int | float) or (default is None and name in NOT_NEGATIVE)
+    is_number = isinstance(default, int | float) or name in NUMBERS
+    is_number = is_number or (default is None and name in NOT_NEGATIVE)
     return finite_number(key, value, least) if is_number else value
 
 

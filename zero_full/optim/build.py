@@ -1,5 +1,6 @@
 """Build the torch optimizer of a configuration's `optimizer` section."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,20 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_full.formatting import shown
-from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
 from zero_full.optim.arguments import as_call, check_signature, checked_options, classes_in, flag, nearest
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
-from zero_full.optim.one_bit_adam import OneBitAdam
+from zero_full.optim.one_bit import OneBitAdam
 from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.zero_one_adam import ZeroOneAdam
 
-NOT_SUPPORTED = {  # optimizers of DeepSpeed, and the nearest one here
-    "muadam": "Adam",
-    "muadamw": "AdamW",
-    "musgd": "SGD",
-}
+NOT_SUPPORTED = {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}  # DeepSpeed's; the nearest one here
 ADAM_SWITCHES = {"adam_w_mode", "torch_adam"}  # options that choose between torch's classes
 # DeepSpeed's switches that our classes lack: the only value that is allowed, and the reason.
 Fixed = Mapping[str, tuple[bool | str, str]]
@@ -40,6 +36,13 @@ FIXED: dict[str, Fixed] = {
     **dict.fromkeys(("adam", "adamw", "adagrad", "lion"), OF_TORCH),
     **dict.fromkeys(("lamb", "fusedlamb"), OF_LAMB),
     "muon": OF_MUON,
+}
+# Device types with a fused kernel in all supported versions of torch. On others torch chooses.
+FUSED_ON = {
+    torch.optim.Adam: {"cpu", "cuda", "mps", "xpu"},
+    torch.optim.AdamW: {"cpu", "cuda", "mps", "xpu"},
+    torch.optim.SGD: {"cpu", "cuda", "mps", "xpu"},
+    torch.optim.Adagrad: {"cpu"},
 }
 
 
@@ -62,15 +65,21 @@ def build_optimizer(
     for key in ADAM_SWITCHES & options.keys():
         options[key] = flag(f"optimizer.params.{key}", options[key])
     if name in ("adam", "adamw"):
-        kind = adam_class(name, options.get("adam_w_mode", True))
-        options = adam_options(options)
+        # As in DeepSpeed, "Adam" is AdamW (decoupled decay) unless `adam_w_mode` is false.
+        decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+        kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not options.pop("torch_adam", False):
+            options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
     else:
         kind = optimizer_class(type)
     options = _drop_fixed(options, FIXED.get(name, {}))
     check_signature("optimizer.params", kind, options)
     groups = parameter_groups(groups)
-    options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
-    groups = [_checked(kind, number, group) for number, group in enumerate(groups)]
+    options = checked_options(kind, options, "optimizer.params.{}".format)
+    groups = [
+        checked_options(kind, group, f'"{{}}" of parameter group {number}'.format)
+        for number, group in enumerate(groups)
+    ]
     if kind is Muon and model is not None:
         groups = muon_groups(model, groups)
     options |= fused_if_possible(kind, groups, options)
@@ -111,21 +120,14 @@ def _tensors(params: list[Any], where: str) -> list[Tensor]:
     return params
 
 
-def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key != "params"}
-    checked = checked_options(kind, options, lambda key: f'"{key}" of parameter group {number}')
-    return {"params": group["params"], **checked}
-
-
 def optimizer_class(type: str) -> Any:
     """The optimizer class of this name, in any case; ValueError if the name is unknown."""
     name = type.lower()
-    if name in NOT_SUPPORTED:
-        nearest_one = NOT_SUPPORTED[name]
-        raise ValueError(f"optimizer.type: zero_full does not have {type} yet. The nearest is {nearest_one}")
-    known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, "Muon": Muon}
-    known |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
-    known = {**known, **classes_in(torch.optim, Optimizer), **known}  # torch has a Muon, too
+    if near := NOT_SUPPORTED.get(name):
+        raise ValueError(f"optimizer.type: zero_full does not have {type} yet. The nearest is {near}")
+    ours: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, "Muon": Muon}
+    ours |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
+    known = ours | classes_in(torch.optim, Optimizer) | ours  # ours first, and our Muon instead of torch's
     for each, kind in known.items():
         if each.lower() == name:
             return kind
@@ -146,3 +148,24 @@ def _drop_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool | str
         if given != only:
             raise ValueError(f"optimizer.params.{key} cannot be {options[key]}: {reason}")
     return {key: value for key, value in options.items() if key not in fixed}
+
+
+def fused_if_possible(
+    kind: type[Optimizer], groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `fused=True` if torch has a fused kernel for these parameters and no option excludes it."""
+    devices = FUSED_ON.get(kind, set())
+    params = [p for group in groups for p in group["params"]]
+    broken = kind is torch.optim.SGD and any(p.device.type == "cpu" and p.element_size() < 4 for p in params)
+    if broken and options.get("fused"):
+        warnings.warn(
+            "optimizer.params.fused: on CPU, torch's fused SGD skips most 16-bit elements (pytorch issue "
+            "191763, in 2.13 and before). Set it to false, unless your torch is newer",
+            stacklevel=3,
+        )
+    # Fused SGD also fails if some parameters get their momentum buffer later, because they are used later.
+    broken = broken or (kind is torch.optim.SGD and bool(options.get("momentum")))
+    if broken or "fused" in options or options.get("foreach") or options.get("differentiable"):
+        return {}
+    possible = all(p.is_floating_point() and p.device.type in devices for p in params)
+    return {"fused": True} if devices and possible else {}

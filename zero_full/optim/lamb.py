@@ -1,7 +1,7 @@
 """LAMB: Adam's update, with a step size in proportion to each parameter's norm."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from zero_full.optim.step import (
     Peers,
     Piece,
     Stepper,
+    Totals,
     adopt_copy,
     by_kind,
     moments_of,
     operators_for,
     step_alone,
 )
+
+Bounds = dict[int, tuple[float, float]]  # of coefficients, by the parameter's id
 
 
 class Coefficients(Optimizer):
@@ -74,8 +77,7 @@ class Lamb(Coefficients):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Its options are checked like the constructor's."""
-        options = {**self.defaults, **param_group}
-        super().add_param_group({**_checked(options), "params": options["params"]})
+        super().add_param_group(_checked({**self.defaults, **param_group}))
 
     def zero_full_stepper(self) -> Stepper:
         """The stepper of sharded parameters."""
@@ -86,20 +88,12 @@ class Lamb(Coefficients):
         return step_alone(self, closure)
 
 
-@dataclass(frozen=True)
-class Ratios:
-    """Squared norms of the parameters, and of their updates, in a part of a step."""
-
-    params: Sequence[Tensor]
-    squares: Tensor  # a row for each: of the parameter, and of its update
-    bounds: Mapping[int, tuple[float, float]]  # by the parameter's id
-
-    def read(self) -> Iterator[tuple[Tensor, float]]:
-        """Each parameter with its coefficient, computed as in the operator."""
-        norms = torch.zeros(self.squares.shape) if self.squares.is_meta else self.squares.sqrt()
-        for param, (weight, change) in zip(self.params, norms.tolist(), strict=True):
-            least, most = self.bounds[id(param)]
-            yield param, min(max(weight / change, least), most) if weight > 0 and change > 0 else 1.0
+def _coefficients(totals: Totals, bounds: Bounds) -> Iterator[tuple[Tensor, float]]:
+    """Each parameter with its coefficient, computed as in the operator."""
+    norms = torch.zeros(totals.rows.shape) if totals.rows.is_meta else totals.rows.sqrt()
+    for param, (weight, change) in zip(totals.params, norms.tolist(), strict=True):
+        least, most = bounds[id(param)]
+        yield param, min(max(weight / change, least), most) if weight > 0 and change > 0 else 1.0
 
 
 class LambStep(Stepper):
@@ -118,7 +112,7 @@ class LambStep(Stepper):
 
     def note_bounds(self) -> None:
         """Note the bounds of the coefficients for this step."""
-        self.bounds: dict[int, tuple[float, float]] = {}
+        self.bounds: Bounds = {}
         for group in self.optimizer.param_groups:
             bounds = group["min_coeff"], group["max_coeff"]
             self.bounds |= dict.fromkeys(map(id, group["params"]), bounds)
@@ -132,7 +126,7 @@ class LambStep(Stepper):
         device = pieces[0].master.device if pieces else None
         rows = torch.cat(norms) if norms else torch.zeros(0, 2, dtype=torch.float64, device=device)
         totals = peers.totals(ordered, rows)
-        self.optimizer.ratios.append(Ratios(totals.params, totals.rows, self.bounds).read)
+        self.optimizer.ratios.append(partial(_coefficients, totals, self.bounds))
         mine = totals.rows[totals.places]
         for same in kinds:
             self._second_half(same, mine[: len(same)])
@@ -191,7 +185,7 @@ FIXED = {  # DeepSpeed's options that must be off, and why
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options with checked types and ranges, or raise ValueError."""
     check_fixed(options, FIXED)
-    checked = checked_options(Lamb, {k: v for k, v in options.items() if k != "params"}, str)
+    checked = checked_options(Lamb, options, str)
     check_bounds(checked)
     return checked
 

@@ -272,7 +272,7 @@ def _check_edits(number: int, group: Mapping[str, Any]) -> None:
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options with checked types and ranges, or raise ValueError."""
-    checked = checked_options(Muon, {k: v for k, v in options.items() if k != "params"}, str)
+    checked = checked_options(Muon, options, str)
     rule = checked["use_muon"]
     if not (rule is None or isinstance(rule, bool) or callable(rule)):
         raise ValueError(

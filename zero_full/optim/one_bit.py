@@ -1,4 +1,4 @@
-"""Base classes of 1-bit Adam, 1-bit LAMB and 0/1 Adam: a compressed average of one flat buffer.
+"""1-bit Adam, and the base classes that it shares with 1-bit LAMB and 0/1 Adam.
 
 [Note: state of one rank] Between two steps most of the state of such a rule is equal on all ranks. The
 compression errors differ between ranks, and during local steps also the ranks' movements. Both are saved for
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_full.comm.compressed import mask_checksum
 from zero_full.formatting import listed, shown
-from zero_full.optim.arguments import at_least, check_fixed, checked_options, flag
-from zero_full.optim.step import Average, Peers, Piece, Stepper
+from zero_full.optim.arguments import arguments_of, at_least, check_fixed, checked_options, flag
+from zero_full.optim.step import Average, Peers, Piece, Stepper, adopt_copy, by_kind, operators_for
 
 log = logging.getLogger("zero_full")
+Options = Mapping[str, Any]  # of a parameter group
 
 MASK = "exp_avg_mask"
 FIXED = {  # DeepSpeed's options that must be off, and why
@@ -50,8 +52,8 @@ class OneBitOptimizer(Optimizer):
         for name in self.step_options:
             kept[name] = at_least(name, kept[name], 1)
         self.model_options = MappingProxyType(kept)  # read-only: later changes would have no effect
-        if not (self.backend is None or isinstance(self.backend, str)):
-            raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
+        if not isinstance(backend := kept["comm_backend_name"], str | None):
+            raise ValueError(f"comm_backend_name must be a name, not {shown(backend)}")
         super().__init__(params, self.checked({name: given[name] for name in self.group_options}))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,22 +65,16 @@ class OneBitOptimizer(Optimizer):
         super().__setstate__(state)
         self.model_options = MappingProxyType(dict(self.model_options))
 
-    @property
-    def backend(self) -> str | None:
-        """The communication backend that the user requires; None: any."""
-        name: str | None = self.model_options["comm_backend_name"]
-        return name
-
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's options with checked types and ranges, or raise ValueError."""
         check_fixed(options, FIXED)
         for name in self.model_options.keys() & options.keys():
             raise ValueError(f"{name} is an option of the whole model: a parameter group cannot have it")
-        return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
+        return checked_options(type(self), options, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Its options are checked like the constructor's."""
-        super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
+        super().add_param_group(self.checked({**self.defaults, **param_group}))
         group = self.param_groups[-1]
         if group.get(MASK) is not None:
             group[MASK] = _checked_masks(group[MASK], group["params"])
@@ -163,6 +159,7 @@ class OneBitStep(Stepper):
     """Base of the steppers with compressed averages. See [Note: state of one rank]."""
 
     fuses = True
+    takes_parts: bool = False  # an average covers the whole model
     moves_without_gradient = True
 
     def __init__(self, optimizer: OneBitOptimizer) -> None:
@@ -172,19 +169,13 @@ class OneBitStep(Stepper):
         # Steps in which the variance is updated, before it is frozen.
         self.warmup_steps: int = optimizer.model_options[self.warmup_option]
         self.steps = 0  # taken so far
-        self.layout = BufferLayout([])
+        self.layout, self.peers = BufferLayout([]), Peers()
         self.all_reduce: Average | None = None
         self.masks: list[Any] = []  # of the groups, when `all_reduce` was made
         self.errors: Any = None
         self.errors_of = ""  # the quantity whose compression errors these are
         self.loaded: dict[str, Tensor] = {}  # loaded errors, until `errors` is made
-        self.peers = Peers()
         self.warned: set[str] = set()  # parameters with few updates that were logged
-
-    @property
-    def takes_parts(self) -> bool:
-        """False: an average covers the whole model."""
-        return False
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """Lay out the buffer. Errors of another layout were dropped: see `closed_to_newcomers`."""
@@ -274,9 +265,8 @@ class OneBitStep(Stepper):
         }
         if not masks:
             return None
-        owners = dict(self.piece_params())
-        sent = self.layout.filled(lambda p: masks.get(owners[p], torch.ones_like(p.master)))
-        return sent != 0
+        params = dict(self.piece_params())
+        return self.layout.filled(lambda p: masks.get(params[p], torch.ones_like(p.master))) != 0
 
     def piece_params(self) -> Iterator[tuple[Piece, Any]]:
         """Each piece with its parameter."""
@@ -336,7 +326,7 @@ class OneBitStep(Stepper):
         return group
 
     def state_of(self, piece: Piece) -> dict[str, Any] | None:
-        """A piece's state, if it has any: a parameter that never had a gradient has none."""
+        """A piece's state; None for a parameter that never had a gradient."""
         return self.optimizer.state.get(piece.master) or None
 
     def parts_with_state(self, flat: Tensor) -> Iterator[tuple[Piece, dict[str, Any], Tensor]]:
@@ -367,7 +357,7 @@ class OneBitStep(Stepper):
     def _digest(self) -> int:
         """A checksum of the buffer's layout and mask."""
         mask, layout = self._mask(), self.layout.digest()
-        return layout if mask is None else zlib.crc32(mask.cpu().numpy().tobytes(), layout)
+        return layout if mask is None else mask_checksum(mask, layout)
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the saved variance is frozen and this run would freeze it at another step."""
@@ -397,3 +387,153 @@ class OneBitStep(Stepper):
         """Restore the compression errors. Without tensors they are dropped."""
         self.loaded = {name: tensors[name].clone() for name in SAVED_ERRORS if name in tensors}
         self.all_reduce = self.errors = None
+
+
+# Adam's update of a piece, whose variance has a step count of its own ---------------------------------
+
+
+def moments_in(
+    piece: Piece, state: dict[str, Any], names: Sequence[str] = ("exp_avg", "exp_avg_sq")
+) -> dict[str, Any]:
+    """A piece's state, created if missing: the update counts of both moments, and the moments `names`."""
+    if not state:
+        state["step"] = state["variance_step"] = 0
+        for name in names:
+            state[name] = torch.zeros_like(piece.master, dtype=torch.float32)
+    return state
+
+
+def step_size(state: Mapping[str, Any], group: Options, more: int = 0) -> float:
+    """The learning rate with the momentum's bias correction, `more` steps from now."""
+    lr = float(group["lr"])
+    return lr / (1 - group["betas"][0] ** (state["step"] + more)) if group["bias_correction"] else lr
+
+
+def variance_correction(state: Mapping[str, Any], group: Options) -> float:
+    """The variance's bias correction, by the number of its own updates."""
+    return 1 - float(group["betas"][1]) ** state["variance_step"] if group["bias_correction"] else 1.0
+
+
+def root_with_eps(variance: Tensor, group: Options) -> Tensor:
+    """Turn a variance into the denominator of an update, in place."""
+    eps = group["eps"]
+    return variance.add_(eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt_().add_(eps)
+
+
+def denominator(state: Mapping[str, Any], group: Options) -> Tensor:
+    """The denominator of Adam's update: the root of the corrected variance, with eps."""
+    return root_with_eps(state["exp_avg_sq"] / variance_correction(state, group), group)
+
+
+def update_moments(state: dict[str, Any], group: Options, gradient: Tensor) -> None:
+    """Update the moments that the state has with an averaged gradient."""
+    state["step"] += 1
+    state["variance_step"] += 1
+    state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+    if "exp_avg_sq" in state:
+        beta = group["betas"][1]
+        state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+
+
+def write(piece: Piece, value: Tensor) -> None:
+    """Write a value to the piece and its copy."""
+    piece.master.copy_(value)
+    if piece.copy is not None:
+        piece.copy.copy_(value)
+
+
+def step_along_momentum(piece: Piece, state: Mapping[str, Any], group: Options, over: Tensor) -> None:
+    """Update the piece by its momentum over the denominator `over`, with decoupled weight decay."""
+    adopt_copy(piece)
+    value = piece.master.float() * (1 - float(group["lr"]) * group["weight_decay"])
+    write(piece, value.addcdiv_(state["exp_avg"], over, value=-step_size(state, group)))
+
+
+# 1-bit Adam ------------------------------------------------------------------------------------------
+
+
+class OneBitAdam(OneBitOptimizer):
+    """AdamW for `freeze_step` steps; then its variance is frozen, and the momentum is averaged at one bit.
+
+    freeze_step        warm-up steps with averaged gradients, in which the variance is updated
+    bias_correction    of both moments, as in Adam: the momentum's by all steps, the variance's by those in
+                       which it was updated
+    per_tensor_scales  one sign scale per parameter; False: one for the model, which was measured to be worse,
+                       the more the sizes of gradients differ between parameters
+    comm_backend_name  "nccl", "gloo", "mpi" or "hccl": the backend that is required; None: any
+    exp_avg_mask       an option of a parameter group: for each of its parameters None, or a tensor that is 0
+                       where the momentum stays zero, such as at positions that never occur. One bit cannot
+                       encode zero. (An element that had no gradient during the warm-up does not move,
+                       except by weight decay.)
+
+    Stage 0 only. Differences to DeepSpeed 0.19.6: its `bias_correction` and `eps_inside_sqrt` have no effect
+    and the bias is never corrected (bias_correction=False here); its first call takes no step; one scale
+    serves a whole group (per_tensor_scales=False is one for the model); each rank clips by its own norm; an
+    overflow may reach the errors; a resumed run forgets them.
+
+    A parameter that has no gradient in a step of the second phase, and had one before, is stepped as if its
+    gradient were zero. Momentum and variance are fp32.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str | None = None,
+        per_tensor_scales: bool = True,
+    ) -> None:
+        super().__init__(params, arguments_of(locals()))
+
+    def zero_full_stepper(self) -> Stepper:
+        """The stepper of sharded parameters."""
+        return OneBitAdamStep(self)
+
+
+class OneBitAdamStep(OneBitStep):
+    """Steps of AdamW with averaged gradients, then steps with an averaged momentum."""
+
+    def _step_exactly(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        for same in by_kind(pieces):
+            group = self.group_of(same[0])
+            states = [moments_in(piece, self.optimizer.state[piece.master]) for piece in same]
+            if not group["bias_correction"] or group["eps_inside_sqrt"]:  # the operator has neither
+                for piece, state in zip(same, states, strict=True):
+                    assert piece.gradient is not None
+                    update_moments(state, group, piece.gradient.float() * factor)
+                    step_along_momentum(piece, state, group, denominator(state, group))
+                continue
+            for state in states:
+                state["step"] += 1
+                state["variance_step"] += 1
+            masters = [piece.master for piece in same]
+            operators_for(same).adam_step(
+                masters,
+                [piece.gradient.contiguous() for piece in same if piece.gradient is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [masters[0].new_full((), state["step"], dtype=torch.float32) for state in states],
+                [piece.copy for piece in same if piece.copy is not None],
+                float(group["lr"]),
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                True,  # decoupled weight decay
+                factor,
+            )
+
+    def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        mean = self.average(self.newest_momenta(pieces, factor), "momentum")
+        for piece, state, part in self.parts_with_state(mean):
+            state["exp_avg"].copy_(part).mul_(state["exp_avg_sq"] > 0)
+            state["step"] += 1
+            step_along_momentum(piece, state, group := self.group_of(piece), denominator(state, group))

@@ -1,11 +1,11 @@
 """1-bit LAMB: after warm-up steps coefficients are scaled, and only signs of the momentum are sent.
 
-[Note: coefficients at one bit] LAMB scales a parameter's step by its norm over its update's norm. At one bit
-that ratio would follow the noise of the signs. So the warm-up steps average each parameter's coefficient, and
-later steps multiply this mean by a factor that follows the size of gradients. Two successive averaged momenta
-give the averaged gradient between them, and from it a variance that is still updated (`exp_avg_sq_fresh`)
-beside the frozen one. The factor is the largest ratio of the frozen variance's root to the fresh one's,
-within bounds, and changes by a small part from step to step.
+[Note: coefficients at one bit] LAMB scales a parameter's step by a coefficient: its norm over its update's
+norm. At one bit that ratio would follow the noise of the signs. So the warm-up steps average each parameter's
+coefficient, and later steps multiply this mean by a factor that follows the size of gradients. Two successive
+averaged momenta give the averaged gradient between them, and from it a variance that is still updated
+(`exp_avg_sq_fresh`) beside the frozen one. The factor is the largest ratio of the frozen variance's root to
+the fresh one's, within bounds, and changes by a small part from step to step.
 """
 
 import zlib
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import root_with_eps, write
 from zero_full.optim.arguments import BELOW_1, arguments_of, finite_number
 from zero_full.optim.lamb import Coefficients, LambStep, check_bounds
-from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep, Options, root_with_eps, write
 from zero_full.optim.step import Peers, Piece, Stepper, adopt_copy
 
 FRESH = "exp_avg_sq_fresh"
@@ -123,7 +122,7 @@ class OneBitLambStep(OneBitStep):
                 state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
 
     def _digest(self) -> int:
-        """The checksum of the base class. With one scale for the model the buffer has other units."""
+        """The checksum of the base class. With one scale for the model, momenta are sent in other units."""
         layout = super()._digest()
         return layout if self.optimizer.model_options["per_tensor_scales"] else zlib.crc32(b"sizes", layout)
 
@@ -131,66 +130,68 @@ class OneBitLambStep(OneBitStep):
 
     def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
         """Step with the averaged momentum. See [Note: coefficients at one bit]."""
-        sizes, momenta = self._sizes(), self.newest_momenta(pieces, factor)
+        scalings, momenta = self._momentum_scalings(), self.newest_momenta(pieces, factor)
         for piece, part in self.layout.parts(momenta):
-            if piece in sizes:
-                part.mul_(sizes[piece])
+            if piece in scalings:
+                part.mul_(scalings[piece])
         mean = self.average(momenta, "momentum")
-        for piece, state, part in self.parts_with_state(mean):
-            if piece in sizes:
-                part.div_(sizes[piece])
-                state["scaling_coeff"] = sizes[piece]
-            _update_fresh_variance(state, self.group_of(piece), part)
+        for piece, state, momentum in self.parts_with_state(mean):
+            if piece in scalings:
+                momentum.div_(scalings[piece])
+                state["scaling_coeff"] = scalings[piece]
+            _update_fresh_variance(state, self.group_of(piece), momentum)
         self._step_by_coefficients()
 
-    def _sizes(self) -> dict[Piece, float]:
-        """Factors of the momenta in the buffer that make one sign scale fit all of them."""
+    def _momentum_scalings(self) -> dict[Piece, float]:
+        """Factors of the momenta in the buffer that let one sign scale fit all; none if each has a scale.
+
+        They are computed once, from the root mean squares of the momenta when the variance is frozen.
+        """
         if self.optimizer.model_options["per_tensor_scales"]:
             return {}
-        stepped = self._stepped()
+        stepped = self._pieces_with_state()
         if all("scaling_coeff" in state for _, state in stepped):
             return {piece: state["scaling_coeff"] for piece, state in stepped}
-        rows = [state["exp_avg"].float().square().mean().sqrt() for _, state in stepped]
-        sizes = _read(torch.stack(rows)) if rows else []
-        usual = sum(sizes) / max(len(sizes), 1)
-        pairs = zip(stepped, sizes, strict=True)
-        return {piece: usual / size if size > 0 else 1.0 for (piece, _), size in pairs}
+        roots = _to_host([state["exp_avg"].float().square().mean().sqrt() for _, state in stepped])
+        usual = sum(roots) / max(len(roots), 1)
+        pairs = zip(stepped, roots, strict=True)
+        return {piece: usual / root if root > 0 else 1.0 for (piece, _), root in pairs}
 
     def _step_by_coefficients(self) -> None:
         """Update each parameter by its coefficient. The host reads the norms of all of them at once."""
-        stepped, params, coeffs = self._stepped(), dict(self.piece_params()), []
+        stepped, params, coeffs = self._pieces_with_state(), dict(self.piece_params()), []
         for piece, _ in stepped:
             adopt_copy(piece)
-        rows = [_ratio_and_norms(piece, state, self.group_of(piece)) for piece, state in stepped]
-        numbers = _read(torch.stack(rows)) if rows else []
-        for (piece, state), measured in zip(stepped, numbers, strict=True):
-            group = self.group_of(piece)
-            coeff = self._coefficient(state, group, *measured)
+        measured = _to_host([_ratio_and_norms(p, state, self.group_of(p)) for p, state in stepped])
+        for (piece, state), numbers in zip(stepped, measured, strict=True):
+            group, value = self.group_of(piece), piece.master.float()
+            coeff = self._coefficient(state, group, *numbers)
             coeffs.append((params[piece], coeff))
-            update = _update_without_decay(state, group) + group["weight_decay"] * piece.master.float()
-            write(piece, piece.master.float().add_(update, alpha=-coeff * _step_size(state, group)))
+            update = _adam_update(state, group) + group["weight_decay"] * value
+            write(piece, value.add_(update, alpha=-coeff * _step_size(state, group)))
         self.optimizer.ratios.append(partial(iter, coeffs))
 
     def _coefficient(
-        self, state: State, group: Mapping[str, Any], ratio: float, along: float, update: float
+        self, state: State, group: Options, ratio: float, adam_norm: float, update_norm: float
     ) -> float:
-        """The coefficient for a ratio of variances, and norms of the update without and with decay."""
+        """The mean coefficient times its factor: see `_ratio_and_norms` for the three numbers."""
         options, last = self.optimizer.model_options, state.get("last_factor", 1.0)
-        part = min(1.0, along / update) if group["weight_decay"] and update > 0 else 1.0
-        factor = (ratio if ratio > 0 else 1.0) * part + (1 - part)
+        # The factor corrects Adam's part of the update only: weight decay does not follow the gradients.
+        share = min(1.0, adam_norm / update_norm) if group["weight_decay"] and update_norm > 0 else 1.0
+        factor = (ratio if ratio > 0 else 1.0) * share + (1 - share)
         factor = min(max(factor, options["factor_min"]), options["factor_max"])
-        change = options["factor_threshold"]
-        state["last_factor"] = factor = min(max(factor, last * (1 - change)), last * (1 + change))
-        learned = state["coeff_sum"] / state["coeff_weight"] if "coeff_sum" in state else 1.0
-        return float(learned * factor)
+        threshold = options["factor_threshold"]
+        state["last_factor"] = factor = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
+        mean_coeff = state["coeff_sum"] / state["coeff_weight"] if "coeff_sum" in state else 1.0
+        return float(mean_coeff * factor)
 
-    def _stepped(self) -> list[tuple[Piece, State]]:
+    def _pieces_with_state(self) -> list[tuple[Piece, State]]:
         """The pieces with elements that have a state."""
         pairs = ((piece, self.state_of(piece)) for piece in self.layout.pieces if piece.master.numel())
         return [(piece, state) for piece, state in pairs if state is not None]
 
 
-def _update_fresh_variance(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
+def _update_fresh_variance(state: State, group: Options, momentum: Tensor) -> None:
     """Store the averaged momentum, and update the fresh variance by the gradient that its change implies."""
     beta1, beta2 = group["betas"]
     momentum = momentum * (state["exp_avg_sq"] > 0)
@@ -204,28 +205,26 @@ def _update_fresh_variance(state: State, group: Mapping[str, Any], momentum: Ten
     state["frozen_step"] += 1
 
 
-def _root(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
-    return root_with_eps(variance.clone(), group)
-
-
-def _update_without_decay(state: State, group: Mapping[str, Any]) -> Tensor:
-    update: Tensor = state["exp_avg"] / _root(state["exp_avg_sq"], group)
+def _adam_update(state: State, group: Options) -> Tensor:
+    """Adam's part of the update, without weight decay."""
+    update: Tensor = state["exp_avg"] / root_with_eps(state["exp_avg_sq"].clone(), group)
     return update.float()
 
 
-def _ratio_and_norms(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
-    """The largest ratio of the variances' roots, and the update's norms without and with decay."""
+def _ratio_and_norms(piece: Piece, state: State, group: Options) -> Tensor:
+    """The largest ratio of the variances' roots, and the norms of Adam's update and of the whole update."""
     frozen, fresh = state["exp_avg_sq"], state[FRESH]
     if group["bias_correction"]:  # with the frozen variance's bias correction
         beta2, count = group["betas"][1], state["variance_step"]
         fresh = fresh * ((1 - beta2**count) / (1 - beta2 ** (count + state["frozen_step"])))
-    ratios = (_root(frozen, group) / _root(fresh, group)).masked_fill_(frozen == 0, 0.0)
-    along = _update_without_decay(state, group)
-    update = along + group["weight_decay"] * piece.master.float()
-    return torch.stack([ratios.max().double(), along.double().norm(), update.double().norm()])
+    ratios = root_with_eps(frozen.clone(), group) / root_with_eps(fresh.clone(), group)
+    adam = _adam_update(state, group)
+    update = adam + group["weight_decay"] * piece.master.float()
+    largest = ratios.masked_fill_(frozen == 0, 0.0).max()
+    return torch.stack([largest.double(), adam.double().norm(), update.double().norm()])
 
 
-def _step_size(state: State, group: Mapping[str, Any]) -> float:
+def _step_size(state: State, group: Options) -> float:
     """The learning rate with the bias corrections of `Lamb`."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     if not group["bias_correction"]:
@@ -234,6 +233,7 @@ def _step_size(state: State, group: Mapping[str, Any]) -> float:
     return float(lr * (1 - beta2**count) ** 0.5 / (1 - beta1 ** (count + state["frozen_step"])))
 
 
-def _read(numbers: Tensor) -> Any:
-    """Read numbers on the host. Those of a plan, on the meta device, are zeros."""
-    return (torch.zeros(numbers.shape) if numbers.is_meta else numbers).tolist()
+def _to_host(rows: list[Tensor]) -> Any:
+    """Read tensors of equal shapes on the host at once. Those of a plan, on the meta device, are zeros."""
+    stacked = torch.stack(rows) if rows else torch.zeros(0)
+    return (torch.zeros(stacked.shape) if stacked.is_meta else stacked).tolist()

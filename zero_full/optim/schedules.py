@@ -3,6 +3,10 @@
 A schedule is stepped after an optimizer step that was applied, so the *second* optimizer step uses the rate
 of iteration 0. The first one uses the rate that the constructor writes, that of iteration -1: the lower end
 of a warm-up, a cycle or a range test. A step skipped for overflow does not advance the schedule.
+
+[Note: torch's schedules] Their constructors check few arguments, so a mistake shows when the schedule is
+stepped: after the first optimizer step, after a thousand, or never. So arguments are checked here, and the
+schedule is stepped once with a dummy optimizer.
 """
 
 import math
@@ -11,23 +15,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
 
 from zero_full.formatting import shown
 from zero_full.optim.arguments import (
     BELOW_1,
     LARGEST,
+    as_call,
     at_least,
     check_signature,
+    checked_options,
+    classes_in,
     finite_number,
     flag,
     nearest,
 )
-from zero_full.optim.torch_schedules import check_steppable, checked_arguments, schedules_of_torch
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99
+
+COMPOSITE = ("ChainedScheduler", "SequentialLR")  # their schedules are of another optimizer than the dummy
 
 
 def warmup_gain(it: int, steps: int, kind: str) -> float:
@@ -326,7 +335,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
         raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
     check_signature("scheduler.params", known[type], params)
     if type not in OURS:
-        params = checked_arguments(known[type], params)
+        params = checked_options(known[type], params, "scheduler.params.{}".format)
         check_steppable(known[type], params, optimizer)
     return known[type](optimizer, **params)
 
@@ -364,3 +373,50 @@ def _total(total: int, warmup: int) -> int:
             stacklevel=3,
         )
     return steps
+
+
+# Schedules of torch: see [Note: torch's schedules] -----------------------------------------------------
+
+
+def schedules_of_torch() -> dict[str, Any]:
+    """The classes of torch's schedules, by name."""
+    found = classes_in(lr_scheduler, lr_scheduler.LRScheduler)
+    return {name: each for name, each in found.items() if not name.endswith("LRScheduler")}
+
+
+def check_steppable(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise ValueError if a schedule with these arguments cannot be stepped."""
+    if kind.__name__ in COMPOSITE:
+        return
+    dummy = _DummyOptimizer(optimizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = kind(dummy, **params)
+            dummy.step()
+            made.step()  # once: some schedules raise after their last step
+        rates = [float(group["lr"]) for group in dummy.param_groups]
+        if not all(map(math.isfinite, rates)):
+            raise ValueError(f"the learning rate becomes {rates[0]}")
+    except Exception as error:  # of any kind: it comes from these arguments
+        raise ValueError(
+            f"scheduler.params: {as_call(kind.__name__, params)} cannot be stepped: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _DummyOptimizer(Optimizer):
+    """A dummy optimizer with the options of another one's groups."""
+
+    def __init__(self, other: Optimizer) -> None:
+        groups = [
+            {
+                **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
+                "params": [nn.Parameter(torch.zeros(1))],
+            }
+            for group in other.param_groups
+        ]
+        super().__init__(groups, dict(other.defaults))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""

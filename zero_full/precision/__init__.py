@@ -4,9 +4,4 @@ from zero_full.errors import ScaleExhaustedError
 from zero_full.precision.dtypes import Dtypes
 from zero_full.precision.scaler import DynamicScale, StaticScale
 
-__all__ = [
-    "Dtypes",
-    "DynamicScale",
-    "ScaleExhaustedError",
-    "StaticScale",
-]
+__all__ = ["Dtypes", "DynamicScale", "ScaleExhaustedError", "StaticScale"]

@@ -109,7 +109,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "this optimizer belongs to another engine, whose shards it steps. Create a new one from the "
             "model's parameters"
         )
-    if _needs_closure(optimizer) and not hasattr(optimizer, "zero_full_stepper"):
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty  # as torch's LBFGS
+    if needs_closure and not hasattr(optimizer, "zero_full_stepper"):
         name = type(optimizer).__name__
         raise TypeError(
             f"{name} cannot step here: its step() needs a closure, which it may call many times, but the "
@@ -129,12 +131,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"lacks {listed(missing)}, which require gradients. Perhaps the model was changed after the "
             "optimizer was created: create it from the parameters of the model that initialize gets"
         )
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` has a required closure, as torch's LBFGS has."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_scale(

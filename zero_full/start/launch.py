@@ -129,28 +129,21 @@ def _from_foreign(
     names = (launcher.rank, launcher.local_rank, launcher.local_size)
     rank, local_rank, local_size = (environment.get(name, "") for name in names)
     address = given.get("MASTER_ADDR") or (LOCALHOST if local_size == str(size) else None)
-    has_rank = bool(launcher.local_size) and rank.isdecimal() and local_rank.isdecimal()
-    if not (discover and has_rank and address):
-        raise LaunchError(_foreign_launcher_message(launcher, size, environment, discover and has_rank))
-    found = {"RANK": rank, "WORLD_SIZE": str(size), "LOCAL_RANK": local_rank}
-    found |= {"MASTER_ADDR": address, "MASTER_PORT": given.get("MASTER_PORT", str(port))}
-    return LaunchedRank(*_parse_rank(found), launcher.name, found)
-
-
-def _foreign_launcher_message(
-    launcher: ForeignLauncher, size: int, environment: Mapping[str, str], only_address_is_missing: bool
-) -> str:
-    """Say why the launcher's variables cannot be used, and what to start instead."""
+    has_rank = discover and bool(launcher.local_size) and rank.isdecimal() and local_rank.isdecimal()
+    if has_rank and address:
+        found = {"RANK": rank, "WORLD_SIZE": str(size), "LOCAL_RANK": local_rank}
+        found |= {"MASTER_ADDR": address, "MASTER_PORT": given.get("MASTER_PORT", str(port))}
+        return LaunchedRank(*_parse_rank(found), launcher.name, found)
     variable = next(name for name in launcher.sizes if environment.get(name) == str(size))
     started = f"{variable}={size}: {launcher.name} has started {size} processes"
-    if only_address_is_missing:
-        return (
+    if has_rank:
+        raise LaunchError(
             f"{started} on several hosts, and MASTER_ADDR is not set. Add -x MASTER_ADDR=<first host> "
             f"-x MASTER_PORT={PORT} to mpirun, or start torchrun on each host"
         )
     sizes = " and ".join(name for name in launcher.sizes if environment.get(name))
     line = f"RANK=${launcher.rank} WORLD_SIZE=${variable} LOCAL_RANK=${launcher.local_rank} "
-    return (
+    raise LaunchError(
         f"{started}, but torch does not read its variables, so every process would train alone. Start "
         f"torchrun on each host, or start the script by bash -c '{line}MASTER_ADDR=<first host> "
         f"MASTER_PORT={PORT} python ...'. To run independent processes, unset {sizes}"
@@ -268,7 +261,7 @@ def _connect(backend: str | None, method: str, timeout: timedelta | None, rank: 
 
     from zero_full._compat import prefix_store
     from zero_full.comm.devices import ON_CPU
-    from zero_full.comm.fresh_store import fresh_prefix
+    from zero_full.comm.stores import fresh_prefix
 
     options = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(rendezvous(method, rank, world_size, **options))

@@ -18,9 +18,10 @@ from zero_full._compat import backend_of, default_store, prefix_store
 from zero_full.comm.devices import describe_shared, shared_devices
 from zero_full.comm.error_dedup import print_once
 from zero_full.comm.fake_ranks import FakeGroup
+from zero_full.comm.stores import numbered_topic
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.errors import CommunicationError, DesyncError, DisagreementError, SharedDeviceError
-from zero_full.formatting import ranks_listed
+from zero_full.formatting import by_value
 
 log = logging.getLogger("zero_full")
 Returned = TypeVar("Returned")
@@ -47,10 +48,8 @@ def members_of(topology: Topology) -> list[int]:
 
 
 def _store_of_call(purpose: str, ranks: Sequence[int]) -> Any:
-    """Return a part of the store for this call: each rank numbers its calls with this purpose."""
-    name = f"zero_full/{purpose}/{'-'.join(map(str, ranks))}"
-    number = prefix_store(name, default_store()).add(f"times/{this_rank()}", 1)
-    return prefix_store(f"{name}/{number}", default_store())
+    """Return a part of the store for this call."""
+    return prefix_store(f"zero_full/{numbered_topic(purpose, ranks, this_rank())}", default_store())
 
 
 def gather_objects(mine: Any, topology: Topology) -> dict[int, Any]:
@@ -169,18 +168,12 @@ def _digest(facts: Facts) -> str:
 
 
 def _disagreement(known: Mapping[int, Facts], heading: str) -> str:
-    keys = dict.fromkeys(key for facts in known.values() for key in facts)
     lines = []
-    for key in keys:
-        values: dict[str, list[int]] = {}
-        for rank, facts in known.items():
-            values.setdefault(str(facts[key]) if key in facts else "absent", []).append(rank)
+    for key in dict.fromkeys(key for facts in known.values() for key in facts):
+        values = by_value({rank: str(facts.get(key, "absent")) for rank, facts in known.items()})
         if len(values) > 1:
-            lines.append(
-                f"{key}: " + "; ".join(f"{value} on {ranks_listed(ranks)}" for value, ranks in values.items())
-            )
-    if not lines:
-        lines = ["the same values in another order"]
+            lines.append(f"{key}: {'; '.join(values)}")
+    lines = lines or ["the same values in another order"]
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return "\n  ".join([heading, *lines[:SHOWN]]) + more
 

@@ -263,12 +263,11 @@ class GatheredParameters:
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
-        """Gather the parameters."""
         if not self.enabled:
             return
         recorded = [p for p in self.params if record_of(p) is not None]
         if recorded:
-            self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
+            self.recorded = record_of(recorded[0]).recorder.gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
             if any(group.parameters.is_offloaded for group in chosen):

@@ -16,7 +16,6 @@ the `local` functions return. Its variance at stage 1 is sharded differently and
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,20 +82,14 @@ class ParameterPlace:
         whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         if mine is not None and self.piece is not None:
             start, stop = self.piece.param_range
-            whole[start:stop] = mine.reshape(-1)
+            with self.optimizer.offloaded.present([mine]):
+                whole[start:stop] = mine.reshape(-1)
         return self.group.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
 
     def whole(self, kind: EntryKind, mine: Tensor | None) -> Tensor:
         """Assemble a state entry of this kind from the ranks' fragments. Every rank must call this."""
         dims, dtype, value = kind
-        if not dims:
-            return torch.tensor(value, dtype=dtype)
-        with self.present(mine):
-            return self.assemble(mine, dtype)
-
-    def present(self, mine: Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which this rank's part has its values, also while states are offloaded."""
-        return self.optimizer.offloaded.present([] if mine is None else [mine])
+        return self.assemble(mine, dtype) if dims else torch.tensor(value, dtype=dtype)
 
     def note(self, what: str, value: Tensor) -> None:
         """Let the next step check that all ranks wrote the same whole tensor: see [Note: written by hand]."""
@@ -177,8 +170,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
         return None
     place.optimizer.check_ranks_equal("safe_get_full_fp32_param")
     mine = place.piece.master if place.piece is not None else None
-    with place.present(mine):
-        return place.assemble(mine, place.master.values.dtype)
+    return place.assemble(mine, place.master.values.dtype)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -216,10 +208,9 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     # A rank that owns nothing of the parameter learns dtype and shape from the others.
     what = f"state {key} of {place.member.name}"
     known = place.group.ranks.gather_objects((tuple(state), _describe(mine)), what)
-    owners = [(keys, kind) for keys, kind in known if keys]
-    if not owners:
+    keys, kind = next(((keys, kind) for keys, kind in known if keys), ((), None))
+    if not keys:
         return None
-    keys, kind = owners[0]
     if kind is None:  # the same list on all ranks, so all raise
         raise _no_such_state(place, key, keys)
     return place.whole(kind, mine)

@@ -1,5 +1,6 @@
 """Assign a model's parameters to parameter groups, and find the modules that need them."""
 
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import DeviceTier, Flow, ParamStore, Tier
+from zero_full.offload import BlockTier, DeviceTier, Flow, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
@@ -30,6 +31,9 @@ from zero_full.shard.group.parameters import (
 from zero_full.shard.group.process_groups import Groups, Pair
 from zero_full.shard.group.registry import check_unowned
 from zero_full.shard.passes.gather import Site
+
+log = logging.getLogger("zero_full")
+NEAR = 0.1  # fraction of the state: no warning for a smaller difference from the requested ratio
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class Dealer:
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
-        pairs = [self.groups.dense] + ([self.groups.expert] if self.groups.expert is not None else [])
+        pairs = (self.groups.dense, self.groups.expert or self.groups.dense)
         if all(pair.shard.size == 1 for pair in pairs) and not self.param_store.is_offloaded:
             return []
         limits = self.settings.gathering
@@ -199,17 +203,14 @@ class Dealer:
         """Plan gradient buckets for parameters that stay whole, in the order of backward."""
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
-        order = backward_order(len(trained))
-        for indices in deal(order, numels, kinds, self._bucket_numel()):
+        limit, part = self.settings.bucket_numel, self.settings.tier.part_numel
+        if part is not None:  # state is stepped in parts: a bucket is at most one
+            limit = min(limit, part * self.groups.dense.shard.size)
+        for indices in deal(backward_order(len(trained)), numels, kinds, limit):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
                 indices = round_robin(indices, self._pair(kind).shard.size)
             yield self._draft([trained[index] for index in indices], kind)
-
-    def _bucket_numel(self) -> int:
-        """Return the bucket size in elements. If state is stepped in parts, a bucket is at most one part."""
-        chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
-        return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
     def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> Draft:
         return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
@@ -291,3 +292,41 @@ def _check_not_released(named: Sequence[Named]) -> None:
                 f"{name} was released by an engine that no longer exists. End an engine with "
                 "destroy(gather=True) on every rank, so that it leaves whole parameters"
             )
+
+
+# Warnings if less could be offloaded than requested ---------------------------------------------------
+
+
+def warn_of_share(drafts: Drafts, settings: Settings) -> None:
+    """Warn if the offloaded share of the optimizer's state is far from the requested ratio."""
+    asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.reduce_order)
+    if not (settings.tier.is_offloaded and everything):
+        return
+    away = sum(draft.numel for draft in drafts.offloaded) / everything
+    if abs(away - asked) > NEAR:
+        cut = "buckets and units" if settings.releases_parameters else "buckets"
+        largest = max(draft.numel for draft in drafts.reduce_order) / everything
+        log.warning(
+            f"offload_optimizer.ratio is {asked:g}, but {away:.2f} of the optimizer's state is offloaded. "
+            f"Only whole {cut} can be: there are {len(drafts.reduce_order)}, the largest with "
+            f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets, but not "
+            "smaller units"
+        )
+
+
+def warn_of_parameters(parts: Sharded, settings: Settings) -> None:
+    """Warn if no parameter is offloaded although `param_tier` requests it."""
+    tier, flats = settings.param_tier, parts.flats
+    if not (tier.is_offloaded and parts.param_store.is_offloaded) or any(
+        flat.slice.kind == tier.kind for flat in flats
+    ):
+        return
+    if isinstance(tier, BlockTier) and any(flat.kind.released_at_rest for flat in flats):
+        why = (
+            f"max_in_cpu is {tier.memory_numel:,}, so all elements of this rank's slices stay in memory. "
+            "Set a smaller number, or 0"
+        )
+    else:
+        why = "no module's parameters are released. See stage3_param_persistence_threshold"
+    where = "nvme_path" if isinstance(tier, BlockTier) else "the host"
+    log.warning(f"offload_param has no effect, because no parameter is offloaded to {where}: {why}")

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zero_full._compat import backend_of
-from zero_full.comm.backend_names import missing_for
 from zero_full.comm.topology import Topology
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.settings import Settings
@@ -19,6 +19,8 @@ LOW_STATE = "it keeps its state in fp32. Remove bf16_optimizer_states, or Settin
 OFFLOAD = "its state cannot be offloaded. Remove offload_optimizer, or Settings(tier=...)"
 PARTS = "it averages over all ranks. Remove mics_shard_size, or `shard` and `replicate` of the topology"
 WIDE = "it keeps its state and averages in fp32. Convert the model by model.float()"
+LIBRARIES = {"nccl": "NCCL", "gloo": "gloo", "mpi": "MPI"}  # that torch may be built with
+BACKENDS = (*LIBRARIES, "hccl")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,33 @@ def one_bit_settings(base: Optimizer, settings: Settings, topology: Topology) ->
     return WholeState(**{each.name: getattr(settings, each.name) for each in fields(settings)})
 
 
+def missing_for(name: str) -> str:
+    """Return why this process cannot open a group of this backend; an empty string if it can."""
+    if name not in BACKENDS:
+        raise ValueError(f"comm_backend_name {name!r}: it can be {', '.join(BACKENDS)}")
+    if name in LIBRARIES and not dist.is_backend_available(name):
+        return f"{name}: this torch was built without {LIBRARIES[name]}"
+    if name == "nccl" and not torch.cuda.is_available():
+        return "nccl: there is no CUDA device"
+    if name == "hccl" and not dist.is_backend_available(name):
+        return "hccl: torch_npu, which brings it, is not installed or not imported"
+    return ""
+
+
 def check_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
-    """Raise ValueError if the process group's backend is not the one that `comm_backend_name` names."""
-    if not isinstance(base, OneBitOptimizer) or base.backend is None:
+    """Raise ValueError if the process group's backend is not the one that `comm_backend_name` names.
+
+    DeepSpeed has a class for each name. Here one `CompressedReduce` works over any process group, so the name
+    selects nothing. It states which backend the configuration expects, and that can be checked.
+    """
+    wanted = base.model_options["comm_backend_name"] if isinstance(base, OneBitOptimizer) else None
+    if wanted is None:
         return
-    missing = missing_for(base.backend)
+    missing = missing_for(wanted)
     group = groups.dense.across.group
     actual = None if group is None else backend_of(group, device)
-    if not missing and actual not in (None, base.backend):
-        missing = f"{base.backend}, but the process group of the ranks on {device.type} uses {actual}"
+    if not missing and actual not in (None, wanted):
+        missing = f"{wanted}, but the process group of the ranks on {device.type} uses {actual}"
     if missing:
         raise ValueError(
             f"comm_backend_name of {type(base).__name__}: {missing}. Remove comm_backend_name to average "

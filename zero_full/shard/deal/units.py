@@ -113,10 +113,6 @@ def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Paramet
     for param, found in paths.items():
         nearest = {innermost(path) for path in found}
         # One module under several names is one site; different ones meet further out.
-        owners[param] = nearest.pop() if len(nearest) == 1 else innermost(_common(found))
+        together = takewhile(lambda names: len(set(names)) == 1, zip(*found, strict=False))
+        owners[param] = nearest.pop() if len(nearest) == 1 else innermost([name for name, *_ in together])
     return owners
-
-
-def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Return the common prefix of the paths."""
-    return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
