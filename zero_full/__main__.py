@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_full COMMAND`. A new command is a file in `commands` and a line here."""
+"""The command line: `python -m zero_full COMMAND`. `commands.py` describes the commands."""
 
 import argparse
 import os
@@ -6,22 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from zero_full import __version__
-from zero_full.commands import build, check, doctor, export, fit, inspect, migrate, plan, replay
-from zero_full.commands.command import PROGRAM
+from zero_full.commands import COMMANDS, PROGRAM
 from zero_full.errors import ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError
 from zero_full.formatting import printable
 
-COMMANDS = (
-    doctor.COMMAND,
-    plan.COMMAND,
-    fit.COMMAND,
-    check.COMMAND,
-    migrate.COMMAND,
-    inspect.COMMAND,
-    export.COMMAND,
-    replay.COMMAND,
-    build.COMMAND,
-)
 # Errors in the arguments or in a file that they name. Others are failures of the command, with a traceback.
 USAGE_ERRORS = (ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError)
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130

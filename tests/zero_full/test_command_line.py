@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import zero_full
-from zero_full.__main__ import COMMANDS, build_parser, main
-from zero_full.commands.command import PROGRAM, Command
+from zero_full.__main__ import build_parser, main
+from zero_full.commands import COMMANDS, PROGRAM, Command
 
 Capture = pytest.CaptureFixture[str]
 

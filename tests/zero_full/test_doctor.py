@@ -110,7 +110,7 @@ def test_an_old_pydantic_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_without_distributed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert "no torch.distributed, remedy" in doctor.problems()[0]
-    assert doctor.collective_strategies() == []
+    assert doctor.distributed() == [("available", "no")]
     assert doctor.report()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.worlds import RankError, run_in
 from tests.zero_full.exported import BF16, DTYPES, PLACES, Other, Zoo, engine_of, masters, save
 from tests.zero_full.runs import assert_same
-from zero_full.checkpoint import load_weights, save_16bit_model, save_weights, weights_save
+from zero_full.checkpoint import load_weights, save_16bit_model, save_weights, weights
 from zero_full.checkpoint.safetensors_writer import TensorEntry, WeightFiles, header_of, split_into_files
 from zero_full.errors import CheckpointError
 
@@ -203,7 +203,7 @@ def most_in_memory(comm: Any, folder: Path) -> tuple[int, int]:
     """(units, how many of them there were at a time)."""
     engine = engine_of(3, {}, Deep)
     made: list[weakref.ref[Tensor]] = []
-    most, whole = 0, weights_save._all_gather
+    most, whole = 0, weights._all_gather
 
     def counted(values: Any, mine: Tensor) -> Tensor:
         nonlocal most
@@ -211,11 +211,11 @@ def most_in_memory(comm: Any, folder: Path) -> tuple[int, int]:
         most = max(most, sum(one() is not None for one in made))
         return gathered
 
-    weights_save._all_gather = counted
+    weights._all_gather = counted
     try:
         save_weights(engine.module, engine.optimizer, folder)
     finally:
-        weights_save._all_gather = whole
+        weights._all_gather = whole
     return len(made), most
 
 

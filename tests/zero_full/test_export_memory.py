@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from zero_full.checkpoint.progress import Progress
+from zero_full.checkpoint.export_inspect import Progress
 
 # Progress ----------------------------------------------------------------------------------------
 

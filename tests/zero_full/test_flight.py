@@ -18,10 +18,9 @@ from tests.zero_full.runs import Net, config, data
 from zero_full.__main__ import main
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.clocks import offsets
 from zero_full.flight.picture import picture
 from zero_full.flight.rank_files import FORMAT, folder_of, read_parts
-from zero_full.flight.timeline import merge, recording_of
+from zero_full.flight.timeline import merge, offsets, recording_of
 from zero_full.shard.access.held_bytes import bytes_behind
 
 Recording = dict[str, Any]

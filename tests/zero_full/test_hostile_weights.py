@@ -15,7 +15,7 @@ from torch import nn
 import zero_full
 from tests.worlds import run_in
 from tests.zero_full.runs import config
-from zero_full.checkpoint import load_weights, weights_load
+from zero_full.checkpoint import load_weights, weights
 from zero_full.checkpoint.safetensors_writer import CODES
 from zero_full.errors import CheckpointError
 
@@ -204,7 +204,7 @@ INDICES: Mapping[str, tuple[Callable[[Path], None] | bytes | str | dict[str, Any
     "pipe": (pipe, "model.safetensors is not a regular file"),
     "pipe as index": (pipe_as_index, "index.json is not a regular file"),
     "endless": (endless_index, "index.json is not a regular file"),
-    "a disk long": (large_index, f"{NO_INDEX}ValueError: it is longer than {weights_load.LONGEST} bytes"),
+    "a disk long": (large_index, f"{NO_INDEX}ValueError: it is longer than {weights.LONGEST} bytes"),
     "deep": ("[" * 10**6, f"{NO_INDEX}RecursionError"),
     "name twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{NO_INDEX}ValueError: the key 'a' occurs twice"),
     "map twice": (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_full.layout import FlatLayout, Fragment, assign_work, backward_order, deal, in_order, round_robin
+from zero_full.layout import FlatLayout, Fragment, assign_work, backward_order, deal, round_robin
 
 SIZES = st.lists(st.integers(0, 60), max_size=8)
 LAYOUTS = st.builds(
@@ -47,13 +47,6 @@ def test_a_fragment_lies_in_its_owners_slice_at_its_parameters_place(layout: Fla
         assert own.start <= low < high <= own.stop
         assert (low - window.start, high - window.start) == fragment.param_range
         assert fragment.numel == high - low
-
-
-@given(LAYOUTS)
-def test_a_rank_owns_its_fragments(layout: FlatLayout) -> None:
-    assert layout.owned == tuple(
-        sum(fragment.numel for fragment in layout.fragments(rank)) for rank in range(layout.world)
-    )
 
 
 @given(LAYOUTS)
@@ -120,17 +113,17 @@ def test_parameters_start_aligned_and_do_not_overlap(layout: FlatLayout) -> None
 def test_padding_is_what_belongs_to_nobody_and_less_than_each_reason_for_it_allows(
     layout: FlatLayout,
 ) -> None:
-    owned = {e for _, f in pieces(layout) for e in range(*f.flat_range)}
-    assert layout.padding == len(set(range(layout.total)) - owned)
+    padding = layout.total - len({e for _, f in pieces(layout) for e in range(*f.flat_range)})
+    assert padding == layout.total - sum(layout.numels)
     between = (layout.alignment - 1) * len(layout.numels)
     behind = layout.world * layout.alignment * layout.copies - 1
-    assert 0 <= layout.padding <= between + behind
+    assert 0 <= padding <= between + behind
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_without_alignment_padding_is_that_of_the_division_alone(numel: int, world: int) -> None:
     layout = FlatLayout((numel,), world)
-    assert layout.padding == -numel % world
+    assert layout.total - numel == -numel % world
     assert layout.shard == -(-numel // world)
 
 
@@ -139,13 +132,13 @@ def test_empty_parameters_have_a_place_and_no_owner() -> None:
     assert [f.index for _, f in pieces(layout)] == [1, 1]
     assert layout.windows[2] == slice(5, 5)
     for nothing in (FlatLayout((), world=3), FlatLayout((0, 0), world=3, alignment=8, copies=2)):
-        assert (nothing.shard, nothing.total, nothing.padding, pieces(nothing)) == (0, 0, 0, [])
+        assert (nothing.shard, nothing.total, pieces(nothing)) == (0, 0, [])
 
 
 def test_a_world_larger_than_the_parameter_leaves_ranks_with_padding_only() -> None:
     layout = FlatLayout((3,), world=5)
     assert [len(layout.fragments(rank)) for rank in range(5)] == [1, 1, 1, 0, 0]
-    assert layout.padding == 2
+    assert layout.total == 5
 
 
 def test_a_parameter_is_cut_where_the_slice_ends() -> None:
@@ -238,6 +231,5 @@ def test_round_robin_is_the_specifications_order(count: int, world: int) -> None
 
 
 def test_the_orders_are_what_their_names_say() -> None:
-    assert in_order(3) == [0, 1, 2]
     assert backward_order(3) == [2, 1, 0]
     assert round_robin([4, 3, 2, 1, 0], 2) == [4, 2, 0, 3, 1]

@@ -15,7 +15,7 @@ import zero_full
 from tests.worlds import run_in
 from tests.zero_full.exported import BF16, Other, Untied, Zoo, engine_of, failure_of_load, masters, save
 from tests.zero_full.runs import assert_same
-from zero_full.checkpoint import load_weights, save_weights, weights_load
+from zero_full.checkpoint import load_weights, save_weights, weights
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -146,17 +146,17 @@ class Wide(nn.Module):
 
 
 def share_read(comm: Any, path: Path, stage: int) -> float:
-    engine, given, read = engine_of(stage, {}, Wide), list[int](), weights_load._read
+    engine, given, read = engine_of(stage, {}, Wide), list[int](), weights._read
 
     def counting(stored: Any, start: int, stop: int) -> Tensor:
         given.append(stop - start)
         return read(stored, start, stop)
 
-    weights_load._read = counting
+    weights._read = counting
     try:
         load_weights(engine.module, engine.optimizer, path)
     finally:
-        weights_load._read = read
+        weights._read = read
     return sum(given) / sum(p.numel() for p in engine.module.parameters())
 
 
@@ -241,18 +241,18 @@ def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
 def fail_to_read(comm: Any, path: Path) -> str:
     """On one rank the disk fails after the check."""
     engine = engine_of(3, {})
-    read = weights_load._read
+    read = weights._read
 
     def failing(*arguments: Any) -> Tensor:
         raise OSError(5, "Input/output error") if comm.rank == 1 else ValueError("not here")
 
     if comm.rank == 1:
-        weights_load._read = failing
+        weights._read = failing
     try:
         with pytest.raises(zero_full.CheckpointError) as caught:
             load_weights(engine.module, engine.optimizer, path)
     finally:
-        weights_load._read = read
+        weights._read = read
     return str(caught.value)
 
 

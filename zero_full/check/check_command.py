@@ -1,13 +1,14 @@
 """Run `python -m zero_full check`: print a configuration's errors and warnings, with lines and columns."""
 
+import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from zero_full.config import Checked, Config, Verdict, check
+from zero_full.config import Checked, Verdict, check
 from zero_full.config.json_parser import Route, text_of
 from zero_full.config.messages import dotted
 from zero_full.config.verdicts import VerdictKind
@@ -38,11 +39,6 @@ class CheckedFile:
         return sum(verdict.kind == kind for verdict in self.verdicts)
 
     @property
-    def ranks(self) -> str:
-        """The number of ranks as text."""
-        return counted(self.world, "rank")
-
-    @property
     def tally(self) -> str:
         """A summary such as `ok, 2 warnings` or `3 mistakes, 1 warning`."""
         mistakes, unknown = self.count("refused"), self.count("unknown")
@@ -62,28 +58,32 @@ def check_file(path: Path, world: int | None) -> CheckedFile:
     return CheckedFile(tuple(_completed(checked, world)), checked.world)
 
 
-def main(file: str, world: int | None, as_json: bool = False) -> int:
+def main(options: argparse.Namespace) -> int:
     """Print the verdicts on a file. Returns the exit code: 1 if the configuration is invalid, else 0."""
+    file, world = options.file, options.world
     checked = check_file(Path(file), world)
     mistakes = checked.count("refused")
-    if as_json:
+    if options.json:
         rows = [each._asdict() for each in checked.verdicts]
         print(json.dumps({"file": file, "world": checked.world, "tally": checked.tally, "verdicts": rows}))
         return 1 if mistakes else 0
     for each in checked.printed:
         place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
-    ranks = "" if world else f" on {checked.ranks} (--world asks for others)"
+    ranks = "" if world else f" on {counted(checked.world, 'rank')} (--world asks for others)"
     print(f"{checked.tally}{ranks}")
     return 1 if mistakes else 0
 
 
 def _completed(checked: Checked, world: int | None) -> list[Verdict]:
-    """Return the verdicts, completed by a dry run if torch can be imported."""
+    """Return the verdicts, completed by dry runs if torch can be imported.
+
+    Without an explicit world size, also by a run on two ranks.
+    """
     if checked.config is None:
         return list(checked.verdicts)
     try:
-        from zero_full.check.dry_run import errors_of_sections
+        from zero_full.check.dry_run import error_of_run, errors_of_sections, for_ranks
     except ImportError:
         return list(checked.verdicts)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
@@ -94,7 +94,15 @@ def _completed(checked: Checked, world: int | None) -> list[Verdict]:
         if path not in refused and message.partition(" ")[0] not in invalid
     ]
     if not refused and not found:
-        found = list(_found_in_runs(checked.config, checked, world))
+        config, message, where = checked.config, error_of_run(checked.config, checked.world), ""
+        has_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
+        if not message and world is None and checked.world == 1 and not has_ranks:
+            message = error_of_run(for_ranks(config, 1, 2), 2)
+            where = "on several ranks: "
+        if message:  # it begins with a key, or else the optimizer's type is the usual cause
+            paths = (each.path for each in checked.verdicts if each.path)
+            path = next((p for p in paths if message.startswith(dotted(p))), ("optimizer", "type"))
+            found = [(path, where + message.removeprefix(f"{dotted(path)}: "))]
     wrong = {path for path, _ in found}
     not_invalid = ("ok", "default", "unread", "unknown")
     updated = [
@@ -104,27 +112,6 @@ def _completed(checked: Checked, world: int | None) -> list[Verdict]:
     ]
     updated += [_error_verdict(path, message, checked.verdicts) for path, message in found]
     return sorted(updated, key=lambda each: (each.line, each.column))
-
-
-def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Iterator[tuple[Route, str]]:
-    """Yield the error of a dry run. Without an explicit world size, also of one on two ranks."""
-    from zero_full.check.dry_run import error_of_run, for_ranks
-
-    message, where = error_of_run(config, checked.world), ""
-    has_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
-    if not message and world is None and checked.world == 1 and not has_ranks:
-        message, where = error_of_run(for_ranks(config, 1, 2), 2), "on several ranks: "
-    if message:
-        path = _key_in(message, checked.verdicts)
-        yield path, where + message.removeprefix(f"{dotted(path)}: ")
-
-
-def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
-    """Return the key that a message begins with; else the optimizer's type, the usual cause."""
-    named = next(
-        (each.path for each in verdicts if each.path and message.startswith(dotted(each.path))), None
-    )
-    return named or ("optimizer", "type")
 
 
 def _after_dry_run(verdict: Verdict, wrong: set[Route]) -> Verdict:

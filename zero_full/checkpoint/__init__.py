@@ -13,14 +13,12 @@ which is also the command `python -m zero_full export`.
 """
 
 from zero_full.checkpoint.async_save import wait_for_checkpoint
-from zero_full.checkpoint.checkpoint_save import SaveOptions
 from zero_full.checkpoint.consolidate import export_checkpoint
-from zero_full.checkpoint.folder import complete, latest_tag, unfinished
+from zero_full.checkpoint.folder import SaveOptions, complete, latest_tag, unfinished
 from zero_full.checkpoint.load import LoadOptions, Resumed, load_checkpoint
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.save import Extras, save_checkpoint
-from zero_full.checkpoint.weights_load import Unmatched, load_weights
-from zero_full.checkpoint.weights_save import save_16bit_model, save_weights
+from zero_full.checkpoint.weights import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.errors import CheckpointError
 
 __all__ = [

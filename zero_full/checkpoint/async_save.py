@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from zero_full._compat import run_exit_functions
-from zero_full.checkpoint.checkpoint_save import CheckpointSave
 from zero_full.checkpoint.failure import joined_messages, message_of
+from zero_full.checkpoint.folder import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
 from zero_full.comm.store_messages import StoreMessages
 from zero_full.errors import CheckpointError
@@ -117,8 +117,7 @@ class AsyncSave:
                 f"the asynchronous save into {self.save.folder} has failed: {failed}"
             )
             atexit.register(self._exit_as_failed)
-        mine = [_key_of(self.save.payload.rank)]
-        keys = [*mine, OUTCOME] if self.save.is_first else mine
+        keys = [_key_of(self.save.payload.rank), *([OUTCOME] if self.save.is_first else [])]
         self.messages.finish(keys, min(LINGER_S, self.patience_s))
 
     def take_failure(self) -> CheckpointError | None:
@@ -179,10 +178,6 @@ class AsyncSaves:
     def __init__(self) -> None:
         self.staging = StagingBuffer()
         self.running: AsyncSave | None = None
-
-    def begin(self, save: CheckpointSave, patience_s: float) -> None:
-        """Start writing the copy in the host buffer. `wait` must have been called before."""
-        self.running = AsyncSave(save, patience_s)
 
     def has_failed(self) -> bool:
         """Return whether a save has failed, so that `wait` would raise."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.safetensors_writer import CODES, TensorEntry, WeightFiles, check_export
 from zero_full.checkpoint.source import Source
-from zero_full.checkpoint.weights_load import SINGLE
+from zero_full.checkpoint.weights import SINGLE
 from zero_full.errors import CheckpointError
 from zero_full.formatting import human, listed, natural_order
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS

@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
+from zero_full.errors import CheckpointError
+
+MAX_BYTES = 1 << 30  # of a manifest or a rank's JSON file; a larger one is damaged
 BLOCK = 1 << 20  # bytes per checksum
 FLUSH_BYTES = 1 << 26  # bytes between two background fsyncs of a file that is being written
 THREADS = 4  # threads that compute checksums
@@ -212,3 +215,19 @@ class FileReader:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def read_file(path: Path, crc: int | None = None, limit: int = MAX_BYTES) -> bytes:
+    """Read a small file. Raises CheckpointError if it is too large or its checksum is not `crc`."""
+    size = path.lstat().st_size
+    if size > limit:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and at most {limit} are expected")
+    file = FileReader(path, size)
+    try:
+        data = bytearray(size)
+        file.read_into(memoryview(data), 0)
+    finally:
+        file.close()
+    if crc is not None and zlib.crc32(data) != crc:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    return bytes(data)

@@ -1,6 +1,6 @@
 """Raise a failure of one rank on all ranks, so that no rank goes on alone or waits for a failed one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zero_full.comm.error_dedup import print_once
@@ -45,20 +45,6 @@ class Attempt:
             first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
             raise print_once(CheckpointError(joined_messages(failed, len(reports))), first) from self.error
         return {rank: each for rank, (_, each) in sorted(reports.items())}
-
-    def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:
-        """Divide `acts` among `ranks`, and raise on every rank if one fails.
-
-        Every rank must call this with the same arguments.
-        """
-        order = sorted(ranks)
-
-        def call_share() -> None:
-            for act in acts[order.index(this_rank()) :: len(order)]:
-                act()
-
-        self(call_share)
-        self.agree()
 
 
 def message_of(error: BaseException | None) -> str:

@@ -20,14 +20,17 @@ of the same model. Files of the user in a checkpoint's folder are kept, in DIR/T
 import json
 import logging
 import re
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint import disk
+from zero_full.checkpoint.rank_file import Payload, write
 from zero_full.checkpoint.safetensors_writer import is_file_name
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
@@ -35,18 +38,13 @@ from zero_full.formatting import listed
 LATEST, MANIFEST = "latest", "manifest.json"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 FORMAT, VERSION = "zero_full checkpoint", 1
-MAX_BYTES = 1 << 30  # of a manifest or a rank's JSON file; a larger one is damaged
 LONGEST_TAG = 200  # bytes; most file systems allow 255 for "replaced-12345678-" and the tag
 STALE = 3600.0  # seconds without a write after which a save counts as interrupted
 TEMPORARY = re.compile(rf"({PARTIAL}|{REPLACED}|{REMOVED})-([0-9a-f]{{8}})-(.+)")
 OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|rank_\d{{5,}}\.(safetensors|json)")
+Rows = Mapping[str, Mapping[str, int]]  # a manifest's entries by file name: sizes and checksums
 
 log = logging.getLogger("zero_full")
-
-
-def partial_folder(directory: Path, tag: str, nonce: str) -> Path:
-    """Return the folder in which a save is written until it is complete."""
-    return directory / f"{PARTIAL}-{nonce}-{tag}"
 
 
 def check_tag(tag: str) -> str:
@@ -64,19 +62,92 @@ def check_tag(tag: str) -> str:
 # Publishing --------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest into a partial folder, when all other files are on the disk."""
-    lost = sorted(set(manifest["files"]) - {path.name for path in folder.iterdir()})
-    if lost:
-        raise CheckpointError(
-            f"{folder} lacks {listed(lost)}, which this save has written. Does another program delete files?"
-        )
-    body = _canonical(manifest)
-    disk.write_file(folder / MANIFEST, b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
-    disk.flush_folder(folder)
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of a save, equal on every rank."""
+
+    save_latest: bool = True  # `load_checkpoint` loads this checkpoint when it is called without a tag
+    exclude_frozen_parameters: bool = False  # leave out parameters with requires_grad=False
+    keep_last: int | None = None  # checkpoints of this model to keep; older and interrupted ones are deleted
+    asynchronous: bool = False  # return after a copy to host memory, see `wait_for_checkpoint`
 
 
-def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
+@dataclass(frozen=True)
+class CheckpointSave:
+    """One rank's part of a save: it writes its files, and the first rank publishes the checkpoint."""
+
+    directory: Path
+    tag: str
+    nonce: str
+    payload: Payload
+    about: Mapping[str, Any]
+    ranks: tuple[int, ...]  # all ranks of the save
+    options: SaveOptions
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that creates and publishes the folder."""
+        return self.payload.rank == min(self.ranks)
+
+    @property
+    def folder(self) -> Path:
+        """The partial folder, which holds the files until all are complete."""
+        return self.directory / f"{PARTIAL}-{self.nonce}-{self.tag}"
+
+    def write(self, check: Callable[[], None] = lambda: None) -> Rows:
+        """Write this rank's files. `check` is called in between. If it raises, the save ends."""
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} does not exist on this host, but rank {min(self.ranks)} has made it. Save "
+                "into a folder that all hosts share"
+            )
+        return write(self.folder, self.payload, check)
+
+    def commit(self, rows: Mapping[int, Rows]) -> None:
+        """Publish the checkpoint, once all ranks' files are on the disk."""
+        files = {name: dict(row) for each in rows.values() for name, row in each.items()}
+        if lost := sorted(files.keys() - {path.name for path in self.folder.iterdir()}):
+            raise CheckpointError(
+                f"{self.folder} lacks {listed(lost)}, which this save has written. Does another program "
+                "delete files?"
+            )
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "saved_at": time.time(),
+            "ranks": sorted(rows),
+            "files": files,
+            "about": {**self.about, "tag": self.tag},
+        }
+        body = _canonical(manifest)
+        content = b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
+        disk.write_file(self.folder / MANIFEST, content)
+        disk.flush_folder(self.folder)
+        _publish(self.folder, self.tag, self.nonce, self.options.save_latest)
+        self._delete_obsolete()
+
+    def _delete_obsolete(self) -> None:
+        """Delete obsolete folders. A failure only warns, because the new checkpoint is valid regardless."""
+        try:
+            _mark_replaced(self.directory, self.tag)
+            if self.options.keep_last is not None:
+                _mark_old(self.directory, self.options.keep_last, self.tag, self.nonce)
+            _delete_marked(self.directory)
+        except (OSError, CheckpointError) as error:
+            log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
+
+    def discard(self) -> None:
+        """Delete the partial files of this save, on the first rank.
+
+        Errors are ignored, because the save's own error is being raised.
+        """
+        with suppress(OSError):
+            if self.is_first and self.folder.is_dir():
+                _mark(self.folder)
+                _delete_marked(self.directory)
+
+
+def _publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
     """Rename a complete partial folder to the checkpoint of this tag. See [Note: atomic publication]."""
     directory, place = folder.parent, folder.parent / tag
     replaced = directory / f"{REPLACED}-{nonce}-{tag}"
@@ -92,25 +163,6 @@ def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
     disk.flush_folder(directory)
     if latest:
         disk.replace_file(directory / LATEST, tag.encode(), directory / f"{PARTIAL}-{nonce}-{LATEST}")
-
-
-def delete_obsolete(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
-    """Delete obsolete folders. A failure only warns, because the new checkpoint is valid regardless."""
-    try:
-        _mark_replaced(directory, tag)
-        if keep_last is not None:
-            _mark_old(directory, keep_last, tag, nonce)
-        _delete_marked(directory)
-    except (OSError, CheckpointError) as error:
-        log.warning("older checkpoints in %s could not be removed: %s", directory, error)
-
-
-def discard(folder: Path) -> None:
-    """Delete a partial folder. Errors are ignored, because the save's own error is being raised."""
-    with suppress(OSError):
-        if folder.is_dir():
-            _mark(folder)
-            _delete_marked(folder.parent)
 
 
 def _mark(folder: Path) -> None:
@@ -222,7 +274,7 @@ def unfinished(directory: Path) -> list[Path]:
 def latest_tag(directory: Path) -> str | None:
     """Return the tag in the file `latest`, or None without such a file."""
     try:
-        tag = read_whole(directory / LATEST, None, limit=4096).decode().strip()
+        tag = disk.read_file(directory / LATEST, limit=4096).decode().strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -253,7 +305,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest. Raises CheckpointError if the folder is incomplete or in another format."""
     path = folder / MANIFEST
     try:
-        content = json.loads(read_whole(path, None))
+        content = json.loads(disk.read_file(path))
         manifest = content["manifest"]
         if content["crc32"] != zlib.crc32(_canonical(manifest)):
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
@@ -285,22 +337,6 @@ def _check_types(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"its world size is {about['world_size']!r} and its time of saving {manifest['saved_at']!r}"
         )
-
-
-def read_whole(path: Path, crc: int | None, limit: int = MAX_BYTES) -> bytes:
-    """Read a small file. Raises CheckpointError if it is too large or its checksum is not `crc`."""
-    size = path.lstat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and at most {limit} are expected")
-    file = disk.FileReader(path, size)
-    try:
-        data = bytearray(size)
-        file.read_into(memoryview(data), 0)
-    finally:
-        file.close()
-    if crc is not None and zlib.crc32(data) != crc:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    return bytes(data)
 
 
 def _canonical(manifest: Mapping[str, Any]) -> bytes:

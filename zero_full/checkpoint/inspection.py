@@ -1,11 +1,10 @@
 """Describe a checkpoint's contents, as text and as JSON, and verify that all data can be read."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from zero_full.checkpoint.consolidate import Advance
 from zero_full.checkpoint.folder import TEMPORARY
@@ -84,7 +83,7 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
     return list(errors)
 
 
-def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
+def total(tensors: Collection[StoredTensor]) -> dict[str, int]:
     """Return the number of tensors, their elements and their bytes."""
     return {
         "tensors": len(tensors),
@@ -99,22 +98,18 @@ class Inspection:
     def __init__(self, source: Source, around: Neighbours, errors: list[str] | None = None) -> None:
         self.source, self.around = source, around
         self.errors = errors  # None: not verified
-        self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by kind, as "state/exp_avg", by name
+        kinds: dict[str, dict[str, StoredTensor]] = {}  # by kind, as "state/exp_avg", by name
         for key in sorted(source.tensors, key=_place):
-            stored = source.tensors[key]
             kind, _, name = key.partition("/")
             if kind.partition("@")[0] == STATE:
                 entry, _, name = name.partition("/")
                 kind = f"{kind}/{entry}"
-            self.kinds.setdefault(kind, {})[name] = stored
-
-    def totals(self) -> dict[str, dict[str, int]]:
-        """Return the totals of each kind of tensor."""
-        return {kind: total(list(tensors.values())) for kind, tensors in self.kinds.items()}
-
-    def named(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return parameters and buffers, by kind and name, without the optimizer state."""
-        return {kind: tensors for kind, tensors in self.kinds.items() if "/" not in kind}
+            kinds.setdefault(kind, {})[name] = source.tensors[key]
+        self.totals = {kind: total(tensors.values()) for kind, tensors in kinds.items()}
+        # Parameters and buffers, without the optimizer state.
+        self.named = {kind: tensors for kind, tensors in kinds.items() if "/" not in kind}
+        described = ("about", "aliases", "frozen", "excluded")
+        self.others = [k for k, value in source.shared.items() if k not in described and value is not None]
 
     def as_json(self) -> str:
         """Return the description as one line of JSON."""
@@ -128,54 +123,49 @@ class Inspection:
                 "latest": self.around.latest,
                 "also_here": self.around.others,
                 "unfinished": self.around.unfinished,
-                "totals": self.totals(),
-                "tensors": {kind: _described(tensors) for kind, tensors in self.named().items()},
+                "totals": self.totals,
+                "tensors": {
+                    kind: {
+                        name: {"shape": list(stored.shape), "dtype": _type(stored), "bytes": stored.nbytes}
+                        for name, stored in tensors.items()
+                    }
+                    for kind, tensors in self.named.items()
+                },
                 "tied": self.source.aliases,
                 "frozen": shared.get("frozen"),
                 "excluded": shared.get("excluded") or [],
-                "also_in_it": self._other_entries(),
+                "also_in_it": self.others,
                 "verified": self.errors is not None,
                 "wrong": self.errors or [],
             },
             default=str,
         )
 
-    def _other_entries(self) -> list[str]:
-        described = ("about", "aliases", "frozen", "excluded")
-        return [
-            key for key, value in self.source.shared.items() if key not in described and value is not None
-        ]
-
     def table(self) -> str:
         """Return the description as text."""
-        parts = [self._head(), self._sums()]
-        parts += [self._list(kind, tensors) for kind, tensors in self.named().items()]
-        if self.errors is not None:
-            parts.append(self._verdict(self.errors))
-        return "\n\n".join("\n".join(part) for part in parts)
-
-    def _head(self) -> list[str]:
-        about = self.source.shared.get("about") or {}
-        excluded = self.source.shared.get("excluded") or []
-        rows = [
+        shared = self.source.shared
+        about, excluded = shared.get("about") or {}, shared.get("excluded") or []
+        facts = [
             ("written by", self.source.kind),
             ("tag", self.source.path.name),
             *((key.replace("_", " "), _value(about[key])) for key in about if key != "tag"),
             *self.around.rows(),
+            *([("left out", f"the frozen parameters {listed(excluded)}")] if excluded else []),
+            *([("also in it", ", ".join(self.others))] if self.others else []),
         ]
-        if excluded:
-            rows.append(("left out", f"the frozen parameters {listed(excluded)}"))
-        if others := self._other_entries():
-            rows.append(("also in it", ", ".join(others)))
-        return [str(self.source.path), *pairs(rows)]
-
-    def _sums(self) -> list[str]:
-        sums = {**self.totals(), "together": total(list(self.source.tensors.values()))}
-        rows = [("", "tensors", "elements", "size", "bytes")]
-        for kind, sizes in sums.items():
+        sums = [("", "tensors", "elements", "size", "bytes")]
+        together = total(self.source.tensors.values())
+        for kind, sizes in {**self.totals, "together": together}.items():
             counts = (f"{sizes['tensors']:,}", f"{sizes['elements']:,}")
-            rows.append((kind, *counts, human(sizes["bytes"]), f"{sizes['bytes']:,}"))
-        return aligned(rows, right=True)
+            sums.append((kind, *counts, human(sizes["bytes"]), f"{sizes['bytes']:,}"))
+        parts = [[str(self.source.path), *pairs(facts)], aligned(sums, right=True)]
+        parts += [self._list(kind, tensors) for kind, tensors in self.named.items()]
+        if self.errors:
+            more = [f"and {len(self.errors) - MOST} more"] * (len(self.errors) > MOST)
+            parts.append(["DAMAGED:", *(f"  {text}" for text in [*self.errors[:MOST], *more])])
+        elif self.errors is not None:
+            parts.append([f"verified: {human(together['bytes'])} can be read and are what was written"])
+        return "\n\n".join("\n".join(part) for part in parts)
 
     def _list(self, kind: str, tensors: dict[str, StoredTensor]) -> list[str]:
         aliases = self.source.aliases
@@ -185,16 +175,12 @@ class Inspection:
         for alias, name in aliases.items():
             notes.setdefault(name, []).append(f"also {alias}")
         rows = [("shape", "type", "size")]
-        rows += [(_shape(t), _type(t), human(t.nbytes)) for t in tensors.values()]
+        rows += [
+            (" x ".join(map(str, t.shape)) or "one number", _type(t), human(t.nbytes))
+            for t in tensors.values()
+        ]
         remarks = ["", *(", ".join(dict.fromkeys(notes.get(name, []))) for name in tensors)]
         return _named([kind, *tensors], aligned(rows), remarks)
-
-    def _verdict(self, errors: list[str]) -> list[str]:
-        size = sum(stored.nbytes for stored in self.source.tensors.values())
-        if not errors:
-            return [f"verified: {human(size)} can be read and are what was written"]
-        more = [f"and {len(errors) - MOST} more"] * (len(errors) > MOST)
-        return ["DAMAGED:", *(f"  {text}" for text in [*errors[:MOST], *more])]
 
 
 def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
@@ -202,21 +188,10 @@ def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
     return key.startswith(STATE), not key.startswith(PARAMETERS), natural_order(key)
 
 
-def _described(tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"shape": list(stored.shape), "dtype": _type(stored), "bytes": stored.nbytes}
-        for name, stored in tensors.items()
-    }
-
-
 def _value(value: object) -> str:
     if value is None:
         return "unknown"
     return ", ".join(map(str, value)) if isinstance(value, list) else shown(value, str)
-
-
-def _shape(stored: StoredTensor) -> str:
-    return " x ".join(map(str, stored.shape)) or "one number"
 
 
 def _type(stored: StoredTensor) -> str:

@@ -21,11 +21,10 @@ from zero_full.checkpoint.async_save import async_saves_of
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.object_state import ObjectStates, saved_extra_state, set_learning_rates
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
-from zero_full.checkpoint.resharding import SourceValues
 from zero_full.checkpoint.rng_state import check_rng_states, restore_rng_states
 from zero_full.checkpoint.save import Extras, group_members
-from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.checkpoint.weights_load import describe_unmatched, publish_loaded
+from zero_full.checkpoint.source import Source, SourceValues, StoredTensor
+from zero_full.checkpoint.weights import describe_unmatched, publish_loaded
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
@@ -86,10 +85,17 @@ def load_checkpoint(
 
     def open_and_check() -> None:
         optimizer.catch_up()
-        if tag is not None or holds_latest(Path(directory)):
-            source = open_checkpoint(Path(directory), tag)
-            load.append(CheckpointLoad(module, optimizer, source, wanted, extras))
+        if tag is None and not holds_latest(Path(directory)):
+            return
+        source = open_checkpoint(Path(directory), tag)
+        load.append(CheckpointLoad(module, optimizer, source, wanted, extras))
+        try:
             load[0].check()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
+            raise CheckpointError(f"{source.path}: {reason}. Nothing was loaded") from error
 
     attempt(open_and_check)
     try:
@@ -97,8 +103,10 @@ def load_checkpoint(
         _check_same_checkpoint(found)
         if not load:
             return None
-        if checks := list(load[0].source.further_checks()):  # they read everything
-            attempt.divide(checks, found)
+        if checks := list(load[0].source.further_checks()):  # they read everything, so ranks divide them
+            mine = checks[[*found].index(this_rank()) :: len(found)]
+            attempt(lambda: [check() for check in mine])
+            attempt.agree()
         load[0].change(attempt)
     finally:
         for each in load:
@@ -118,43 +126,6 @@ def _check_same_checkpoint(found: Mapping[int, list[tuple[str, str]]]) -> None:
         )
 
 
-class RankLocalState:
-    """Optimizer state of one rank alone, in a load: see [Note: a rank's own state] in `optim/step.py`."""
-
-    def __init__(self, source: Source, optimizer: ZeroOptimizer) -> None:
-        self.source, self.stepper = source, optimizer.contents.stepper
-        self.device = optimizer.groups.dense.shard.device
-        self.keys: list[str] = []
-        self.loaded: dict[str, Chunk] = {}
-
-    def find(self, ranks: int, same_ranks: bool) -> None:
-        """Find this rank's own state. Raises CheckpointError if the number of ranks has changed."""
-        saved = [key for key in self.source.tensors if key.startswith(f"{OWN}/")]
-        if not saved:
-            return
-        if not same_ranks:
-            raise CheckpointError(
-                f"{self.source.path} holds the 1-bit compression errors and local steps of "
-                f"{len(self.source.savers)} ranks, which {ranks} ranks cannot use. Load with "
-                "drop_errors=True (or checkpoint.drop_errors in the configuration), which discards them. "
-                "Nothing was loaded"
-            )
-        self.stepper.refuse_own(self.source.shared["stepper"])
-        self.keys = [key for key in saved if key.startswith(f"{OWN}/{this_rank()}/")]
-
-    def chunks(self) -> list[Chunk]:
-        """Allocate tensors for the state, as chunks to be read."""
-        for key in self.keys:
-            stored = self.source.tensors[key]
-            values = torch.empty(stored.numel, dtype=stored.dtype, device=self.device)
-            self.loaded[key.split("/", 2)[2]] = Chunk(key, stored.shape, 0, values)
-        return list(self.loaded.values())
-
-    def install(self) -> None:
-        """Load the state into the stepper, in place of its own state."""
-        self.stepper.load_own({name: chunk.values for name, chunk in self.loaded.items()})
-
-
 class CheckpointLoad:
     """One rank's part of a load."""
 
@@ -166,23 +137,22 @@ class CheckpointLoad:
         self.own_tensors, self.made = own_and_made(module)
         self.named = {**self.own_tensors, **self.made}
         self.keys: dict[str, str] = {}  # keys of the module's tensors, by name
+        groups = optimizer.groups
+        model = 1 if groups.model is None else groups.model.size
+        self.ranks = groups.dense.shard.size * groups.dense.across.size * model
+        # Whether the world size is that of the save, so that ranks can load their private data.
+        self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
-        self.values, self.own = SourceValues(source), RankLocalState(source, optimizer)
+        self.values = SourceValues(source)
+        # Optimizer state of this rank alone: see [Note: a rank's own state] in `optim/step.py`.
+        self.own_keys: list[str] = []
+        self.own: dict[str, Chunk] = {}  # by name, once tensors are allocated
 
     # Before anything changes ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CheckpointError unless the checkpoint matches the model and can be read."""
-        try:
-            self._check()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            reason = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
-            raise CheckpointError(f"{self.source.path}: {reason}. Nothing was loaded") from error
-
-    def _check(self) -> None:
+        """Raise unless the checkpoint matches the model and can be read."""
         if self.wanted.module_only:  # a full load resets the accumulation, so only this one must check
             self.optimizer.check_between_steps("load_checkpoint(load_module_only=True)")
         if not self.with_state:
@@ -196,7 +166,12 @@ class CheckpointLoad:
         known = self.values.source_keys
         place = {name: known[key] for name, key in keys.items() if key in known}
         self.extra_state = saved_extra_state(self.source, self.made, place)
-        self.objects = self._objects()
+        self.objects, wanted = ObjectStates(self.source), self.wanted
+        if wanted.lr_scheduler_states and not wanted.module_only:
+            self.objects.add_scheduler(self.extras.lr_scheduler, self.with_state)
+        self.objects.add_extra_state(self.module, self.extra_state)
+        if self.with_state:
+            self.objects.add_kept(self.extras, self.same_ranks, self.ranks)
 
     def _match(self) -> None:
         """Match every tensor of the module with one of the source."""
@@ -219,8 +194,11 @@ class CheckpointLoad:
             self.values.source_keys[keys[tensor]] = stored
             wrong += _differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
-        surplus = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
-        unexpected = [key.partition("/")[2] for key in surplus]
+        unexpected = []
+        for key in self.source.tensors.keys() - used:
+            kind, _, name = key.partition("/")
+            if kind.partition("@")[0] in (PARAMETERS, BUFFERS) and kind.partition("@")[2] in mine:
+                unexpected.append(name)
         if self.source.savers:  # other formats do not separate extra state from tensors
             saved = self.source.shared["others"].keys()
             made = {clean_name(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
@@ -261,10 +239,24 @@ class CheckpointLoad:
         if this_rank() == 0:
             self._warn_of_changed_options()
         if not self.wanted.drop_errors:
-            self.own.find(self._ranks(), self._same_ranks())
-            self.values.source_keys.update({key: key for key in self.own.keys})
+            self._find_own_state()
         self._check_groups(shared.get("members", ()))
         check_rng_states(self.source.private(this_rank()).get("random"))
+
+    def _find_own_state(self) -> None:
+        """Find this rank's own state. Raises CheckpointError if the number of ranks has changed."""
+        saved = [key for key in self.source.tensors if key.startswith(f"{OWN}/")]
+        if saved and not self.same_ranks:
+            raise CheckpointError(
+                f"{self.source.path} holds the 1-bit compression errors and local steps of "
+                f"{len(self.source.savers)} ranks, which {self.ranks} ranks cannot use. Load with "
+                "drop_errors=True (or checkpoint.drop_errors in the configuration), which discards them. "
+                "Nothing was loaded"
+            )
+        if saved:
+            self.optimizer.contents.stepper.refuse_own(self.source.shared["stepper"])
+        self.own_keys = [key for key in saved if key.startswith(f"{OWN}/{this_rank()}/")]
+        self.values.source_keys.update({key: key for key in self.own_keys})
 
     def _warn_of_changed_options(self) -> None:
         """Warn about saved optimizer options that replace other values of this run."""
@@ -295,28 +287,9 @@ class CheckpointLoad:
                         "(load_optimizer_states=False). Nothing was loaded"
                     )
 
-    def _objects(self) -> ObjectStates:
-        """Return the objects that load a state of their own."""
-        objects, wanted = ObjectStates(self.source), self.wanted
-        if wanted.lr_scheduler_states and not wanted.module_only:
-            objects.add_scheduler(self.extras.lr_scheduler, self.with_state)
-        objects.add_extra_state(self.module, self.extra_state)
-        if self.with_state:
-            objects.add_kept(self.extras, self._same_ranks(), self._ranks())
-        return objects
-
-    def _same_ranks(self) -> bool:
-        """Return whether the world size is that of the save, so that ranks can load their private data."""
-        return len(self.source.savers) == self._ranks() and this_rank() in self.source.savers
-
-    def _ranks(self) -> int:
-        groups = self.optimizer.groups
-        model = 1 if groups.model is None else groups.model.size
-        return groups.dense.shard.size * groups.dense.across.size * model
-
     def _chunks(self) -> list[Chunk]:
         """Return the chunks to read, including new tensors for the optimizer state."""
-        contents = self.optimizer.contents
+        contents, device = self.optimizer.contents, self.optimizer.groups.dense.shard.device
         first: dict[Tensor, str] = {}
         for name, tensor in self.own_tensors.items():
             first.setdefault(tensor, name)
@@ -324,7 +297,13 @@ class CheckpointLoad:
         chunks = [*contents.masters(), *contents.frozen(), *whole]
         chunks = [chunk for chunk in chunks if chunk.key in self.values.source_keys]
         self.state = NewState(contents, self.values) if self.with_state else None
-        return chunks if self.state is None else [*chunks, *self.state.chunks(), *self.own.chunks()]
+        if self.state is None:
+            return chunks
+        for key in self.own_keys:
+            stored = self.source.tensors[key]
+            values = torch.empty(stored.numel, dtype=stored.dtype, device=device)
+            self.own[key.split("/", 2)[2]] = Chunk(key, stored.shape, 0, values)
+        return [*chunks, *self.state.chunks(), *self.own.values()]
 
     # Changes -------------------------------------------------------------------------------------
 
@@ -339,7 +318,9 @@ class CheckpointLoad:
         attempt(self.fill)
         try:
             attempt.agree()
-            self.finish()
+            publish_loaded(self.optimizer)
+            if self.with_state:
+                self.optimizer.start_over()
             attempt(self._restore_rng)
             attempt.agree()
         except Exception as error:
@@ -350,10 +331,10 @@ class CheckpointLoad:
             raise
 
     def fill(self) -> None:
-        """Read this rank's ranges. `finish` updates the parameters when all ranks are done."""
-        shared = self.source.shared
+        """Read this rank's ranges of master weights, shards and optimizer state."""
+        shared, stepper = self.source.shared, self.optimizer.contents.stepper
         if self.with_state:
-            self.optimizer.contents.stepper.load_own({})
+            stepper.load_own({})
         if "asleep" in shared:
             self.optimizer.wake_all_but(shared["asleep"])
         chunks = self._chunks()
@@ -362,11 +343,11 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
-            self.own.install()
+            stepper.load_own({name: chunk.values for name, chunk in self.own.items()})
         elif self.objects.has_scheduler:
             set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()
-        if self._same_ranks():
+        if self.same_ranks:
             self._load_private_buffers()
         load_others(self.module, self.extra_state)  # again, as hooks may compute from the new parameters
 
@@ -387,18 +368,12 @@ class CheckpointLoad:
                 targets[key].values.copy_(values)
         copy_back(targets.values())
 
-    def finish(self) -> None:
-        """Update the parameters from their master weights. Every rank must call this."""
-        publish_loaded(self.optimizer)
-        if self.with_state:
-            self.optimizer.start_over()
-
     def _restore_rng(self) -> None:
         """Restore the random number generators, if the world size is unchanged."""
         if not self.with_state:
             return
         private = self.source.private(this_rank())
-        if self._same_ranks() and "random" in private:
+        if self.same_ranks and "random" in private:
             restore_rng_states(private["random"])
         elif this_rank() == 0:
             log.warning(
@@ -406,12 +381,6 @@ class CheckpointLoad:
                 "size, or not at all",
                 self.source.path,
             )
-
-
-def _is_of(key: str, parts: Iterable[str]) -> bool:
-    """Return whether the key is of a parameter or buffer in one of these parts of the model."""
-    kind, _, part = key.partition("/")[0].partition("@")
-    return kind in (PARAMETERS, BUFFERS) and part in parts
 
 
 def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:

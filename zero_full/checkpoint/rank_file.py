@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.folder import read_whole
 from zero_full.checkpoint.json_values import Encoder, decode
 from zero_full.checkpoint.safetensors_writer import CODES, DTYPES, TensorEntry, bytes_of, header_of
 from zero_full.errors import CheckpointError
@@ -21,14 +20,9 @@ COPY_BYTES = 1 << 24  # per copy from an accelerator
 PLAIN = "plain"  # key prefix of tensors within plain data
 
 
-def data_name(rank: int) -> str:
-    """Return the name of the file with a rank's tensor data."""
-    return f"rank_{rank:05}.safetensors"
-
-
-def json_name(rank: int) -> str:
-    """Return the name of the file that describes a rank's tensor data."""
-    return f"rank_{rank:05}.json"
+def names_of(rank: int) -> tuple[str, str]:
+    """Return the names of a rank's two files: tensor data, and JSON that describes them."""
+    return f"rank_{rank:05}.safetensors", f"rank_{rank:05}.json"
 
 
 @dataclass(frozen=True)
@@ -62,16 +56,20 @@ def write(
 
     `check` is called before each tensor. An exception that it raises ends the writing.
     """
+    data_name, json_name = names_of(payload.rank)
     named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
     named |= {f"{PLAIN}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.plain_tensors)}
     entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
     header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
-    file = disk.FileWriter(folder / data_name(payload.rank))
+    file = disk.FileWriter(folder / data_name)
     try:
         file.write(header)
         for key in sorted(named, key=lambda key: places[key]):
             check()
-            _write_tensor(file, named[key])
+            tensor = named[key]
+            step = max(1, tensor.numel()) if tensor.is_cpu else COPY_BYTES // tensor.itemsize
+            for begin in range(0, tensor.numel(), step):
+                file.write(bytes_of(tensor[begin : begin + step].detach().cpu().contiguous()))
         blocks = file.finish()
     finally:
         file.close()
@@ -88,17 +86,8 @@ def write(
         "plain": payload.plain,
     }
     text = json.dumps(description, separators=(",", ":")).encode()
-    crc = disk.write_file(folder / json_name(payload.rank), text)
-    return {
-        data_name(payload.rank): {"bytes": file.size},
-        json_name(payload.rank): {"bytes": len(text), "crc32": crc},
-    }
-
-
-def _write_tensor(file: disk.FileWriter, tensor: Tensor) -> None:
-    step = COPY_BYTES // tensor.dtype.itemsize if tensor.device.type != "cpu" else max(1, tensor.numel())
-    for begin in range(0, tensor.numel(), step):
-        file.write(bytes_of(tensor[begin : begin + step].detach().cpu().contiguous()))
+    crc = disk.write_file(folder / json_name, text)
+    return {data_name: {"bytes": file.size}, json_name: {"bytes": len(text), "crc32": crc}}
 
 
 @dataclass(frozen=True)
@@ -123,13 +112,12 @@ class RankFile:
     """One rank's files, open for reading."""
 
     def __init__(self, folder: Path, rank: int, files: Mapping[str, Any]) -> None:
-        self.path, self.rank = folder / data_name(rank), rank
+        data_name, json_name = names_of(rank)
+        self.path, described_in, self.rank = folder / data_name, folder / json_name, rank
         self.verified = set[int]()
-        described_in = folder / json_name(rank)
         try:
-            rows = files[data_name(rank)], files[json_name(rank)]
-            description = json.loads(read_whole(described_in, rows[1]["crc32"]))
-            self.data = disk.FileReader(self.path, rows[0]["bytes"])
+            description = json.loads(disk.read_file(described_in, files[json_name]["crc32"]))
+            self.data = disk.FileReader(self.path, files[data_name]["bytes"])
             try:
                 self._parse(description)
             except BaseException:

@@ -161,7 +161,12 @@ class WeightFiles:
     ) -> None:
         self.single, self.index = path, path.with_name(f"{path.name}.index.json")
         shards = split_into_files(entries, limit)
-        self.paths = [self._shard(number, len(shards)) for number in range(1, len(shards) + 1)]
+        self.paths, count = [path], len(shards)
+        if count > 1:
+            self.paths = [
+                path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}")
+                for number in range(1, count + 1)
+            ]
         self.size = sum(entry.nbytes for entry in entries)
         self.path_of = {e.name: p for p, shard in zip(self.paths, shards, strict=True) for e in shard}
         self.entries = {entry.name: entry for entry in entries}
@@ -169,11 +174,6 @@ class WeightFiles:
         self.offsets: dict[str, int] = {}
         self.missing = {entry.name: prod(entry.shape) for entry in entries}  # elements not written yet
         self.shards = dict(zip(self.paths, shards, strict=True))
-
-    def _shard(self, number: int, count: int) -> Path:
-        if count == 1:
-            return self.single
-        return self.single.with_name(f"{self.single.stem}-{number:05}-of-{count:05}{self.single.suffix}")
 
     def begin(self) -> None:
         """Create the folder and the parts, and write the headers."""
@@ -205,7 +205,10 @@ class WeightFiles:
         assert not any(self.missing.values()), self.missing
         results = self.results()
         if len(self.paths) > 1:
-            self._write_index()
+            weight_map = {name: path.name for name, path in self.path_of.items()}
+            index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
+            with new_part(self.index) as part:
+                part.write((json.dumps(index, indent=2) + "\n").encode())
         for path in results:
             flush_part(path)
         if len(self.paths) > 1:
@@ -214,12 +217,6 @@ class WeightFiles:
             publish_part(path)
         for path in {self.single, self.index, *self._all_shards()} - set(results):
             path.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        weight_map = {name: path.name for name, path in self.path_of.items()}
-        index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
-        with new_part(self.index) as part:
-            part.write((json.dumps(index, indent=2) + "\n").encode())
 
     def results(self) -> list[Path]:
         """Return the final files, the index last."""

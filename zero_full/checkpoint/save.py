@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from zero_full._compat import clean_name
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.async_save import async_saves_of
-from zero_full.checkpoint.checkpoint_save import CheckpointSave, SaveOptions
+from zero_full.checkpoint.async_save import AsyncSave, async_saves_of
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.folder import check_replaceable, check_tag
+from zero_full.checkpoint.folder import CheckpointSave, SaveOptions, check_replaceable, check_tag
 from zero_full.checkpoint.rank_file import payload_of
 from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
@@ -54,8 +53,8 @@ def save_checkpoint(
     directory: str | PathLike[str],
     tag: str,
     client_state: Mapping[str, Any] | None = None,
-    extras: Extras | None = None,
-    options: SaveOptions | None = None,
+    extras: Extras = Extras(),
+    options: SaveOptions = SaveOptions(),  # noqa: B008
 ) -> Path:
     """Save a checkpoint between two steps, and return its folder. Every rank must call this.
 
@@ -67,87 +66,64 @@ def save_checkpoint(
     """
     saves = async_saves_of(optimizer)
     saves.wait()
-    attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
-    added, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
-    save = prepare(attempt, module, optimizer, place, added, options)
-    if options.asynchronous:
-        saves.begin(save, longest_timeout(optimizer.groups.everyone))
-    else:
-        finish(save, Attempt(optimizer, CALL))
-    return Path(directory) / tag
-
-
-def finish(save: CheckpointSave, attempt: Attempt) -> None:
-    """Write this rank's files, wait for the other ranks, and publish. See [Note: a save]."""
-    try:
-        everyones = attempt.agree(attempt(save.write))
-        if save.is_first:
-            attempt(partial(save.commit, everyones))
-        attempt.agree()
-    except BaseException:
-        save.discard()
-        raise
-
-
-def prepare(
-    attempt: Attempt,
-    module: nn.Module,
-    optimizer: ZeroOptimizer,
-    place: tuple[Path, str],
-    added: tuple[Mapping[str, Any], Extras],
-    options: SaveOptions,
-) -> CheckpointSave:
-    """Collect what this rank saves, check that all ranks agree, and create the partial folder.
-
-    place  (directory, tag)
-    added  (client_state, extras)
-    """
-    (directory, tag), (client_state, extras) = place, added
+    attempt = Attempt(optimizer, CALL)
     optimizer.finish_update()
+    place = Path(directory).absolute()
 
     def collect() -> SaveContents:
-        _check_options(tag, options)
-        optimizer.check_between_steps("save_checkpoint")
+        check_tag(tag)
+        if options.keep_last is not None and options.keep_last < 1:
+            raise CheckpointError(f"keep_last is {options.keep_last}, but must be at least 1")
+        optimizer.check_between_steps(CALL)
         optimizer.catch_up()
         return SaveContents(module, optimizer, options.exclude_frozen_parameters)
 
     contents = attempt(collect)
     buffers = {} if contents is None else contents.buffers()
-    same = {"directory": str(directory), "tag": tag, **asdict(options)}
+    same = {"directory": str(place), "tag": tag, **asdict(options)}
     digests = {key: digest(chunk.values) for key, chunk in buffers.items()}
     everyones = attempt.agree({"same": same, "nonce": secrets.token_hex(4), "buffers": digests})
     _check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
     is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
     firsts = {k: v for _, each in sorted(everyones.items(), reverse=True) for k, v in each["buffers"].items()}
     own = {key: chunk.values for key, chunk in buffers.items() if firsts[key] != digests[key]}
-    private = {"random": rng_states(), "buffers": own}
 
-    def make() -> CheckpointSave:
+    def begin() -> CheckpointSave:
         assert contents is not None  # else `agree` has raised
-        private["kept"] = {name: each.state_dict() for name, each in extras.kept.items()}
-        shared = contents.shared(extras, client_state) if is_first else {}
-        numbers = optimizer.contents.numbers(every=False)
-        plain = {"numbers": numbers, "private": private, "shared": shared}
+        kept = {name: each.state_dict() for name, each in extras.kept.items()}
+        plain = {
+            "numbers": optimizer.contents.numbers(every=False),
+            "private": {"random": rng_states(), "buffers": own, "kept": kept},
+            "shared": contents.shared(extras, client_state or {}) if is_first else {},
+        }
         payload = payload_of(this_rank(), contents.shares(), plain)
         if options.asynchronous:
-            payload = async_saves_of(optimizer).staging.copy(payload)
+            payload = saves.staging.copy(payload)
         about = about_of(module, optimizer, len(everyones), extras.counters)
-        save = CheckpointSave(directory, tag, nonce, payload, about, tuple(everyones), options)
+        save = CheckpointSave(place, tag, nonce, payload, about, tuple(everyones), options)
         if is_first:
-            disk.make_folders(directory)
-            check_replaceable(directory, tag, about["model"])
+            disk.make_folders(place)
+            check_replaceable(place, tag, about["model"])
             disk.make_folder(save.folder)
         return save
 
-    save = attempt(make)
+    save = attempt(begin)
     try:
+        attempt.agree()
+        assert save is not None
+        if options.asynchronous:
+            saves.running = AsyncSave(save, longest_timeout(optimizer.groups.everyone))
+            return Path(directory) / tag
+        attempt = Attempt(optimizer, CALL)
+        rows = attempt.agree(attempt(save.write))
+        if is_first:
+            attempt(partial(save.commit, rows))
         attempt.agree()
     except BaseException:
         if save is not None:
             save.discard()
         raise
-    assert save is not None
-    return save
+    return Path(directory) / tag
 
 
 def about_of(
@@ -174,12 +150,6 @@ def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
         [clean_name(places[p][1].name) for p in group["params"] if p in places]
         for group in optimizer.param_groups
     ]
-
-
-def _check_options(tag: str, options: SaveOptions) -> None:
-    check_tag(tag)
-    if options.keep_last is not None and options.keep_last < 1:
-        raise CheckpointError(f"keep_last is {options.keep_last}, but must be at least 1")
 
 
 def share_of(chunk: Chunk) -> Chunk:
@@ -214,30 +184,24 @@ class SaveContents:
         self.named = names_and_values(module)
         self.frozen = [clean_name(n) for n, p in module.named_parameters() if not p.requires_grad]
         self.excluded = self.frozen if exclude_frozen else []
-        first: dict[Tensor, str] = {}
-        for param, (_, member) in optimizer.parts.places.items():
-            first[param] = member.name
-        for name, value in self.named.items():
-            if isinstance(value, Tensor):
-                first.setdefault(value, name)
-        self._check_parameters(module)
-        self.first = first
-        contents = optimizer.contents
-        whole = contents.whole({name: tensor for tensor, name in first.items()})
-        self.whole = list(whole)  # replicated on every rank
-        self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
-        self.own = [*contents.own(this_rank()), *contents.cut_state()]
-
-    def _check_parameters(self, module: nn.Module) -> None:
-        """Raise CheckpointError if the module has replaced a trained parameter by another one."""
+        self.first: dict[Tensor, str] = {
+            param: member.name for param, (_, member) in optimizer.parts.places.items()
+        }
         own = set(module.parameters())
-        for param, (_, member) in self.optimizer.parts.places.items():
-            shown = self.named.get(member.name)
+        for param, name in self.first.items():
+            shown = self.named.get(name)
             if param not in own and isinstance(shown, Tensor) and shown in own:
                 raise CheckpointError(
-                    f"{member.name} is not the parameter that it was at initialize: it was tied or replaced. "
+                    f"{name} is not the parameter that it was at initialize: it was tied or replaced. "
                     "Two would be saved under one name. Tie weights and replace modules before initialize"
                 )
+        for name, value in self.named.items():
+            if isinstance(value, Tensor):
+                self.first.setdefault(value, name)
+        contents = optimizer.contents
+        self.whole = list(contents.whole({name: tensor for tensor, name in self.first.items()}))  # replicated
+        self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
+        self.own = [*contents.own(this_rank()), *contents.cut_state()]
 
     def buffers(self) -> dict[str, Chunk]:
         """Return the chunks of buffers, whose values may differ between ranks, by key."""
@@ -245,19 +209,19 @@ class SaveContents:
 
     def shares(self) -> list[Chunk]:
         """Return the chunks that this rank writes."""
+        # No rank owns a range of a tensor without elements.
+        empty = [
+            Chunk(self.optimizer.contents.key_of(tensor, name), tuple(tensor.shape), 0, tensor.new_empty(0))
+            for tensor, name in self.first.items()
+            if not tensor.numel()
+        ]
         left_out = set(self.excluded)
         kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.own, *self.whole))
-        return self._empty() + [
+        return empty + [
             share_of(chunk)
             for chunk, kind, name in kinds
             if not (kind.startswith(PARAMETERS) and name in left_out)
         ]
-
-    def _empty(self) -> list[Chunk]:
-        """Return chunks for tensors without elements, of which no rank owns a range."""
-        empty = [(t, name) for t, name in self.first.items() if not t.numel()]
-        keys = [(self.optimizer.contents.key_of(t, name), t) for t, name in empty]
-        return [Chunk(key, tuple(t.shape), 0, t.new_empty(0)) for key, t in keys]
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved data other than tensors that are equal on all ranks."""

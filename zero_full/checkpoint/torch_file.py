@@ -63,10 +63,8 @@ class TorchArchive:
         info = self.members.get(member)
         if info is None:
             raise CheckpointError(f"{self.path} lacks {member!r}, which its pickle names. {REMEDY}")
-        if (
-            info.compress_type != zipfile.ZIP_STORED
-            or info.header_offset + HEADER + info.file_size > self.size
-        ):
+        end = info.header_offset + HEADER + info.file_size
+        if info.compress_type != zipfile.ZIP_STORED or end > self.size:
             raise CheckpointError(f"{self.path}: {member!r} is damaged. {REMEDY}")
         return info.file_size
 
@@ -159,15 +157,11 @@ class SavedTensor(Leaf):
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
-    @property
-    def _is_contiguous(self) -> bool:
-        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
-
     def read(self, start: int, stop: int) -> Tensor:
         """Read a range of the flattened tensor. A tensor that is not contiguous is read as a whole."""
         if start == stop:
             return torch.empty(0, dtype=self.dtype)
-        if not self._is_contiguous:
+        if not torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous():
             everything = self._elements(0, self._span).as_strided(self.shape, self.stride)
             return everything.reshape(-1)[start:stop]
         return self._elements(start, stop)

@@ -227,12 +227,7 @@ class _Restricted(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return the storage that a persistent id of torch.save names."""
         kind, dtype, key, _, count = pid
-        if (
-            kind != "storage"
-            or type(dtype) is not torch.dtype
-            or type(key) is not str
-            or type(count) is not int
-        ):
+        if kind != "storage" or (type(dtype), type(key), type(count)) != (torch.dtype, str, int):
             raise UnpicklingError("a storage of an unknown kind")
         storage = _SavedStorage(self.archive, f"data/{key}", dtype)
         if count * dtype.itemsize > self.archive.size_of(storage.member):

@@ -29,7 +29,10 @@ def report() -> str:
         "accelerators": accelerators(),
         "torch.distributed": distributed(),
         "launcher": launcher(),
-        "optional packages": optional_packages(),
+        "optional packages": [
+            ("numpy", installed("numpy") or "not installed"),
+            ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
+        ],
         "compiled ops": compiled_ops(),
     }
     column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal_width()
@@ -88,12 +91,10 @@ def measured(place: str) -> list[str]:
 def package() -> Rows:
     """Return the versions of zero_full, Python and the required packages."""
     torch, reason = imported("torch")
-    least = ".".join(map(str, TORCH_AT_LEAST))
-    if torch is None:
-        answer = f"not usable: {reason}"
-    else:
-        good = release_of(torch.__version__) >= TORCH_AT_LEAST
-        answer = f"{torch.__version__} ({'at least' if good else 'OLDER than'} {least})"
+    answer = f"not usable: {reason}"
+    if torch is not None:
+        relation = "at least" if release_of(torch.__version__) >= TORCH_AT_LEAST else "OLDER than"
+        answer = f"{torch.__version__} ({relation} {'.'.join(map(str, TORCH_AT_LEAST))})"
     return [
         ("version", installed("zero-full") or "not installed, run from its source"),
         ("Python", f"{platform.python_version()} ({sys.executable})"),
@@ -146,17 +147,15 @@ def accelerators() -> Rows:
     if torch is None:
         return [("none", "torch is not usable")]
     if torch.cuda.is_available():
-        return [(f"cuda:{i}", cuda_device(torch, i)) for i in range(torch.cuda.device_count())]
+        known = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return [
+            (f"cuda:{i}", f"{d.name}, {in_gib(d.total_memory)}, compute capability {d.major}.{d.minor}")
+            for i, d in enumerate(known)
+        ]
     other = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     if other is not None and torch.accelerator.is_available():
         return [(str(other), f"{torch.accelerator.device_count()} device(s)")]
     return [("none", why_no_cuda(torch))]
-
-
-def cuda_device(torch: Any, index: int) -> str:
-    """Return name, memory and compute capability, without starting work on the device."""
-    known = torch.cuda.get_device_properties(index)
-    return f"{known.name}, {in_gib(known.total_memory)}, compute capability {known.major}.{known.minor}"
 
 
 def why_no_cuda(torch: Any) -> str:
@@ -172,26 +171,18 @@ def why_no_cuda(torch: Any) -> str:
 
 
 def distributed() -> Rows:
-    """Return the available backends and their collectives."""
+    """Return the available backends, each with its implementation of reduce-scatter and all-gather."""
     torch, _ = imported("torch")
     if torch is None or not distributed_available(torch):
         return [("available", "no")]
-    rows = collective_strategies()
-    return [("backends", ", ".join(name for name, _ in rows) or "none"), *rows]
-
-
-def collective_strategies() -> list[tuple[str, str]]:
-    """Return each available backend with its implementation of reduce-scatter and all-gather."""
-    torch, _ = imported("torch")
-    if torch is None or not distributed_available(torch):
-        return []
     gloo = (
         "shared memory on one Linux host, else slices sent directly and summed locally; "
         "on a device, the same through the host's memory"
     )
     answers = {"gloo": gloo, **dict.fromkeys(("nccl", "mpi", "ucc", "xccl"), "the backend's own collectives")}
     asks = {name: getattr(torch.distributed, f"is_{name}_available", lambda: False) for name in answers}
-    return [(name, answer) for name, answer in answers.items() if asks[name]()]
+    rows = [(name, answer) for name, answer in answers.items() if asks[name]()]
+    return [("backends", ", ".join(name for name, _ in rows) or "none"), *rows]
 
 
 def launcher() -> Rows:
@@ -235,14 +226,6 @@ def requirement_problems(name: str, least: tuple[int, ...] = ()) -> list[str]:
     version = str(getattr(module, "VERSION", None) or getattr(module, "__version__", "0"))
     too_old = release_of(version) < least
     return [f"{name} {version} is too old, remedy: pip install {wanted}"] if too_old else []
-
-
-def optional_packages() -> Rows:
-    """Return the versions of optional packages."""
-    return [
-        ("numpy", installed("numpy") or "not installed"),
-        ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
-    ]
 
 
 def compiled_ops() -> Rows:

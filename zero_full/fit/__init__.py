@@ -10,10 +10,9 @@ see [Note: activations] in `activation_estimate.py`. Running the model itself wo
 from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import LOSS, Batch, activations, with_loss
 from zero_full.fit.choice import LADDER, PRECISIONS, TIGHT, Candidate, Fit, Machine, Run, fit
-from zero_full.fit.fit_command import main
+from zero_full.fit.fit_command import main, snippet, torchrun
 from zero_full.fit.grammar import families
 from zero_full.fit.hf_config import Shape, read, shape_of
-from zero_full.fit.snippets import snippet, torchrun
 
 __all__ = [
     "LADDER",

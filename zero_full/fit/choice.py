@@ -100,7 +100,10 @@ class Fit:
 
 def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     """Try all stages without offloading, then offloading until a candidate fits that is not tight."""
-    _check_positions(shape, run.batch.context)
+    positions = shape.sizes.get("positions", run.batch.context)
+    if run.batch.context > positions:
+        key = key_of(shape.family, "positions")
+        raise FitError(f"--context: {run.batch.context:,} tokens exceed {key}, {positions:,}")
     model = shape.model()
     tried: list[Candidate] = []
     left = with_loss(shape, run.batch, PRECISIONS[run.precision][1])
@@ -113,13 +116,6 @@ def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     best = _best(tried)
     tight = next((each for each in tried if each.verdict == "tight"), None)
     return Fit(tuple(tried), best or tight)
-
-
-def _check_positions(shape: Shape, context: int) -> None:
-    positions = shape.sizes.get("positions", context)
-    if context > positions:
-        key = key_of(shape.family, "positions")
-        raise FitError(f"--context: {context:,} tokens exceed {key}, {positions:,}")
 
 
 def attempts(machine: Machine) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""The command `python -m zero_full fit`."""
+"""The command `python -m zero_full fit`: its result as text, JSON, and code to copy."""
 
 import argparse
 import json
@@ -10,36 +10,37 @@ from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import Batch
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
 from zero_full.fit.hf_config import Shape, read
-from zero_full.fit.snippets import snippet, torchrun
 from zero_full.formatting import parse_size
 from zero_full.plan import human
+
+MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full fit`. Returns the exit code: 1 if nothing fits."""
     if options.write and not Path(options.write).parent.is_dir():
         raise FitError(f"--write: {Path(options.write).parent} is not a directory. Create it first")
-    shape, machine, run = read(options.hf_config), _machine(options), _run(options)
+    shape = read(options.hf_config)
+    for name in ("world", "hosts", "sequences", "context", "micro_batches"):
+        if (value := getattr(options, name)) < 1:
+            raise FitError(f"--{name.replace('_', '-')}: {value} is less than 1")
+    machine = _machine(options)
+    batch = Batch(options.sequences, options.context, options.checkpointing)
+    run = Run(batch, options.micro_batches, options.precision)
     found = fit(shape, machine, run)
     if options.json:
         print("\n".join(json.dumps(_as_dict(each, found)) for each in found.candidates))
     else:
         print("\n".join(_lines(shape, machine, run, found)))
     if options.write and found.chosen is not None:
-        _write(Path(options.write), found.chosen)
+        try:
+            Path(options.write).write_text(json.dumps(found.chosen.config, indent=2) + "\n")
+        except OSError as error:
+            raise FitError(f"--write: {options.write} cannot be written: {error.strerror}") from error
     return 0 if found.chosen is not None else 1
 
 
-def _write(path: Path, chosen: Candidate) -> None:
-    try:
-        path.write_text(json.dumps(chosen.config, indent=2) + "\n")
-    except OSError as error:
-        raise FitError(f"--write: {path} cannot be written: {error.strerror}") from error
-
-
 def _machine(options: argparse.Namespace) -> Machine:
-    for name, value in {"--world": options.world, "--hosts": options.hosts}.items():
-        _at_least_one(name, value)
     if options.world % options.hosts:
         raise FitError(f"--world: {options.world} GPUs cannot be divided equally among {options.hosts} hosts")
     names = ("memory", "host_memory", "disk")
@@ -56,18 +57,6 @@ def _size(name: str, text: str | None) -> int | None:
         return None if text is None else parse_size(text)
     except ValueError as error:
         raise FitError(f"{option}: {error}") from None
-
-
-def _run(options: argparse.Namespace) -> Run:
-    for name in ("sequences", "context", "micro_batches"):
-        _at_least_one(f"--{name.replace('_', '-')}", getattr(options, name))
-    batch = Batch(options.sequences, options.context, options.checkpointing)
-    return Run(batch, options.micro_batches, options.precision)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise FitError(f"{name}: {value} is less than 1")
 
 
 def _as_dict(candidate: Candidate, found: Fit) -> dict[str, object]:
@@ -123,3 +112,33 @@ def _hint(machine: Machine, run: Run) -> str:
         "a larger --world",
     ]
     return f"Try {', '.join(ways[:-1])} or {ways[-1]}" if ways[:-1] else f"Try {ways[0]}"
+
+
+def torchrun(machine: Machine) -> str:
+    """Return the command that starts the run, equal on every host."""
+    if machine.hosts == 1:
+        return f"torchrun --standalone --nproc-per-node {machine.gpus} train.py"
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id 1"
+    return f"torchrun --nnodes {machine.hosts} --nproc-per-node {machine.gpus} {meeting} train.py"
+
+
+def snippet(shape: Shape, run: Run) -> str:
+    """Return the code of train.py before the training loop, with deferred initialization.
+
+    It sets the dtype, since that of config.json may differ from the plan's.
+    """
+    auto = MASKED if shape.family.model.endswith("ForMaskedLM") else CAUSAL
+    dtype = "torch.float32" if PRECISIONS[run.precision][1] == 4 else "torch.bfloat16"
+    lines = [
+        "import torch",
+        "import zero_full",
+        f"from transformers import AutoConfig, {auto}",
+        "",
+        'config = AutoConfig.from_pretrained("config.json")',
+        "with zero_full.Init():",
+        f"    model = {auto}.from_config(config, dtype={dtype})",
+        *(["model.gradient_checkpointing_enable()"] if run.batch.checkpoints else []),
+        "model.train()",
+        'engine, optimizer, _, _ = zero_full.initialize(model=model, config="ds.json")',
+    ]
+    return "\n".join(lines)

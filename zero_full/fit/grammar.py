@@ -23,8 +23,8 @@ never called itself. Sizes are sums of products, and `/` must leave no remainder
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import takewhile
+from functools import cache
+from math import prod
 from pathlib import Path
 
 FILE = Path(__file__).with_name("families.txt")
@@ -47,18 +47,14 @@ class Expression:
         """Evaluate with these sizes. Raises RemainderError."""
         total = 0
         for sign, factors, divisors in self.terms:
-            product, divisor = _product(factors, sizes), _product(divisors, sizes)
+            product, divisor = (
+                prod(name if isinstance(name, int) else sizes[name] for name in names)
+                for names in (factors, divisors)
+            )
             if product % divisor:
                 raise RemainderError(factors[0], divisors[0])
             total += sign * product // divisor
         return total
-
-
-def _product(names: Sequence[str | int], sizes: Sizes) -> int:
-    product = 1
-    for name in names:
-        product *= name if isinstance(name, int) else sizes[name]
-    return product
 
 
 @dataclass(frozen=True)
@@ -195,17 +191,13 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _is_inside(head: str, line: str) -> bool:
-    return _indent(line) > _indent(head)
-
-
 def _nodes(lines: Sequence[str]) -> Iterator[Node]:
     """Yield the modules at the first line's indentation, each with its children."""
     rest = list(lines)
     while rest:
-        head = rest[0]
-        inside = list(takewhile(partial(_is_inside, head), rest[1:]))
-        rest = rest[1 + len(inside) :]
+        head, depth = rest[0], _indent(rest[0])
+        end = next((place for place in range(1, len(rest)) if _indent(rest[place]) <= depth), len(rest))
+        inside, rest = rest[1:end], rest[end:]
         name, _, weights = head.strip().partition(":")
         least = min(map(_indent, inside), default=0)
         own = [place for place, line in enumerate(inside) if line[least:].startswith(".")]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from zero_full.fit.grammar import (
     Requirement,
     Size,
     Sizes,
+    Weight,
     families,
     holds,
 )
@@ -39,7 +40,34 @@ class Shape:
 
     def model(self) -> nn.Module:
         """Make transformers' modules and parameters on the meta device. They cannot be called."""
-        return ModuleBuilder(self.family, self.sizes).of(Node("", None, (), self.family.modules))
+        made: list[nn.Parameter] = []
+
+        def parameter(weight: Weight) -> nn.Parameter:
+            """Make a parameter, or return the model's first one if they are tied."""
+            if weight.same is not None and holds(weight.same, self.sizes):
+                return made[0]
+            sizes = [size.value(self.sizes) for size in weight.shape]
+            if (numel := math.prod(sizes)) > MOST_NUMEL:
+                first = next(name for name in weight.shape[0].terms[0][1] if isinstance(name, str))
+                key = key_of(self.family, first)
+                raise FitError(
+                    f"{key}: a parameter of {numel:,} elements exceeds the limit of {MOST_NUMEL:,}"
+                )
+            made.append(nn.Parameter(torch.empty(sizes, device="meta")))
+            return made[-1]
+
+        def module(node: Node) -> nn.Module:
+            found = nn.ModuleList() if node.is_list else DescribedModule()
+            for weight in node.weights:
+                if holds(weight.when, self.sizes):
+                    found.register_parameter(weight.name, parameter(weight))
+            counts = [1 if child.count is None else child.count.value(self.sizes) for child in node.inside]
+            each = [child for child, count in zip(node.inside, counts, strict=True) for _ in range(count)]
+            for place, child in enumerate(each):
+                found.add_module(child.name or str(place), module(child))
+            return found
+
+        return module(Node("", None, (), self.family.modules))
 
 
 def read(path: str | Path) -> Shape:
@@ -59,7 +87,10 @@ def shape_of(config: Any) -> Shape:
         raise FitError(f"config.json must be a JSON object, not {shown(config)}")
     family = _family(config)
     sizes: dict[str, int] = {}
-    notes = list(_architecture(config, family))
+    notes: list[str] = []
+    given = config.get("architectures")
+    if isinstance(given, list) and given and family.model not in given:
+        notes.append(f"architectures: {shown(given[0])}; counted as {family.model}")
     for size in family.sizes:
         if size.name not in sizes and holds(size.when, sizes):
             sizes[size.name], note = _value(size, config, family, sizes)
@@ -80,18 +111,11 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise FitError("model_type is missing: it names the model's family")
     if not isinstance(name, str) or name not in known:
         inner = config.get("text_config")
-        more = ""
         inside = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if isinstance(inside, str) and inside in known:
-            more = f". Its text_config is ({inside}): pass that alone"
+        is_known = isinstance(inside, str) and inside in known
+        more = f". Its text_config is ({inside}): pass that alone" if is_known else ""
         raise FitError(f"model_type: {shown(name)} is not supported, only {', '.join(sorted(known))}{more}")
     return known[name]
-
-
-def _architecture(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    given = config.get("architectures")
-    if isinstance(given, list) and given and family.model not in given:
-        yield f"architectures: {shown(given[0])}; counted as {family.model}"
 
 
 def _value(size: Size, config: Mapping[str, Any], family: Family, sizes: Sizes) -> tuple[int, list[str]]:
@@ -146,40 +170,6 @@ def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, 
     if not fits:
         found = f"{requirement.key}: {shown(given, json.dumps)}"
         raise FitError(f"{found} is not supported for {family.model_type}, only {wanted}")
-
-
-class ModuleBuilder:
-    """Builder of modules on the meta device."""
-
-    def __init__(self, family: Family, sizes: Sizes) -> None:
-        self.family, self.sizes = family, sizes
-        self.first: nn.Parameter | None = None
-
-    def of(self, node: Node) -> nn.Module:
-        """Make a module with its parameters and children."""
-        made = nn.ModuleList() if node.is_list else DescribedModule()
-        for weight in node.weights:
-            if holds(weight.when, self.sizes):
-                made.register_parameter(weight.name, self.parameter(weight.same, weight.shape))
-        counts = [1 if child.count is None else child.count.value(self.sizes) for child in node.inside]
-        each = [child for child, count in zip(node.inside, counts, strict=True) for _ in range(count)]
-        for place, child in enumerate(each):
-            made.add_module(child.name or str(place), self.of(child))
-        return made
-
-    def parameter(self, same: str | None, shape: tuple[Expression, ...]) -> nn.Parameter:
-        """Make a parameter, or return the model's first one if they are tied."""
-        if same is not None and holds(same, self.sizes):
-            assert self.first is not None
-            return self.first
-        sizes = [size.value(self.sizes) for size in shape]
-        if (numel := math.prod(sizes)) > MOST_NUMEL:
-            first = next(name for name in shape[0].terms[0][1] if isinstance(name, str))
-            key = key_of(self.family, first)
-            raise FitError(f"{key}: a parameter of {numel:,} elements exceeds the limit of {MOST_NUMEL:,}")
-        made = nn.Parameter(torch.empty(sizes, device="meta"))
-        self.first = made if self.first is None else self.first
-        return made
 
 
 class DescribedModule(nn.Module):

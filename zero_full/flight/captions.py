@@ -1,7 +1,6 @@
 """Captions: a title and a sentence or two for each moment of a recording."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 TITLES = {
@@ -21,22 +20,16 @@ AT_ONCE_US = 100  # microseconds; ranks that arrive closer together than this co
 NAMED = 3  # ranks named in a sentence, at most
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A frame, and where the ranks are that are missing in it."""
+def caption(frame: Mapping[str, Any], whereabouts: Mapping[int, str]) -> tuple[str, str]:
+    """Return the title and the text of a frame.
 
-    frame: Mapping[str, Any]
-    whereabouts: Mapping[int, str]  # by missing rank, the rest of a sentence about it
-
-
-def caption(scene: Scene) -> tuple[str, str]:
-    """Return the title and the text of a frame."""
-    frame = scene.frame
+    whereabouts  by missing rank, the rest of a sentence about it
+    """
     if frame["what"] == BETWEEN:
         return f"After step {frame['step']}", "This is what each rank keeps between steps."
     title = TITLES.get(frame["what"], frame["what"])
     title = f"{title}: {frame['name']}" if frame["name"] else f"{title} of step {frame['step']}"
-    return title, " ".join(_sentences(frame, scene.whereabouts))
+    return title, " ".join(_sentences(frame, whereabouts))
 
 
 def in_sentence(what: str, name: str) -> str:

@@ -1,14 +1,22 @@
-"""A recording as text, at most 80 columns wide: a row of letters for each rank and step, and a legend."""
+"""`python -m zero_full replay`: print a recording as text.
 
+The text is at most 80 columns wide: a row of letters for each rank and step, and a legend.
+"""
+
+import argparse
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
+from zero_full.errors import RecordingError
 from zero_full.flight.captions import ms, ranks_in_words
-from zero_full.flight.rank_files import CLOSED, LEFT
-from zero_full.flight.timeline import PASSES
+from zero_full.flight.rank_files import CLOSED, FORMAT, LEFT, VERSION, folder_of, read_parts
+from zero_full.flight.timeline import PASSES, merge, newest, recording_of
 from zero_full.formatting import counted, human, printable
 
 WIDE = 80
@@ -29,6 +37,41 @@ LEGEND += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank
 WAITS, OTHER = "~", "."
 BESIDE = " beside "  # label of the row for other threads than that of forward, backward and step
 Frame = Mapping[str, Any]
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Print a recording. Merge the ranks' files first, if they are newer."""
+    path: Path = options.recording
+    recording, made = open_recording(path)
+    if made:
+        print(f"{path} was merged from the ranks' files in {folder_of(path)}")
+    for line in picture(recording, options.moments):
+        print(line)
+    return 0
+
+
+def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
+    """Return a recording, and whether its file was merged just now. RecordingError if it is absent."""
+    folder = folder_of(path)
+    with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
+        if folder.is_dir() and (not path.exists() or newest(folder) > path.stat().st_mtime_ns):
+            try:
+                return merge(path), True
+            except PermissionError:
+                return recording_of(read_parts(folder)), False
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecordingError(
+            f"there is no {path}, and no {folder}, where ranks write during the recording"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or FORMAT not in found:
+        raise RecordingError(f"{path} is not a recording. engine.record(path) makes one")
+    if found[FORMAT] != VERSION:
+        raise RecordingError(f"{path} has format version {found[FORMAT]}, not {VERSION}, which this reads")
+    return found, False
 
 
 def picture(recording: Mapping[str, Any], moments: bool = False) -> Iterator[str]:

@@ -45,12 +45,6 @@ class RankTrace:
     ended: str = ""  # CLOSED, LEFT or an error; "": still recording, or killed
     last: int = 0  # the time of its last event
 
-    @property
-    def groups(self) -> list[list[int]]:
-        """The ranks of each communicator."""
-        groups: list[list[int]] = self.about["groups"]
-        return groups
-
 
 def folder_of(path: Path) -> Path:
     """Return the folder in which the ranks write while they record."""
@@ -62,24 +56,24 @@ def file_of(folder: Path, rank: int, number: int) -> Path:
     return folder / f"rank{rank}.{number}.jsonl"
 
 
-def ranks_in(folder: Path) -> set[int]:
-    """Return the ranks that have a file in the folder."""
-    return {int(found[1]) for each in folder.glob("*.jsonl") if (found := NAME.fullmatch(each.name))}
+def files_in(folder: Path) -> dict[int, list[Path]]:
+    """Return the files in the folder, by rank."""
+    by_rank: dict[int, list[Path]] = {}
+    for each in sorted(folder.glob("*.jsonl")):
+        if found := NAME.fullmatch(each.name):
+            by_rank.setdefault(int(found[1]), []).append(each)
+    return by_rank
 
 
 def all_done(folder: Path, ranks: int) -> bool:
     """Return whether some of the run's `ranks` ranks have recorded here, and all of those have ended."""
-    begun = [rank for rank in ranks_in(folder) if rank < ranks]  # an earlier run may have had more ranks
+    begun = [rank for rank in files_in(folder) if rank < ranks]  # an earlier run may have had more ranks
     return bool(begun) and all(folder.joinpath(DONE.format(rank)).exists() for rank in begun)
 
 
 def read_parts(folder: Path) -> list[RankTrace]:
     """Read the files of all ranks of the newest run. RecordingError if the folder has none."""
-    by_rank: dict[int, list[Path]] = {}
-    for each in sorted(folder.glob("*.jsonl")):
-        if found := NAME.fullmatch(each.name):
-            by_rank.setdefault(int(found[1]), []).append(each)
-    parts = [part for rank, files in sorted(by_rank.items()) if (part := _read_part(rank, files))]
+    parts = [part for rank, files in sorted(files_in(folder).items()) if (part := _read_part(rank, files))]
     if not parts:
         raise RecordingError(f"{folder} contains no recording")
     newest = max(parts, key=lambda part: part.about["started"]).about["run"]

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.comm.traffic import CollectiveCall
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
+from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, files_in, folder_of
 from zero_full.flight.timeline import merge
 from zero_full.shard.access.held_bytes import HeldBytes
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -71,13 +72,15 @@ class FlightRecorder:
             optimizer.register_step_pre_hook(lambda *_: self.begin("step")),
             optimizer.register_step_post_hook(lambda *_: self.end_step()),
         ]
-        self.at = (self.backward.at_begin, self._backward_begins), (self.backward.at_end, self._backward_ends)
+        self.at = (
+            (self.backward.at_begin, partial(self.begin, "backward")),
+            (self.backward.at_end, partial(self.end, "backward")),
+        )
         for calls, call in self.at:
             calls.append(call)
         self.traffic.listener = self
-        self.finish = weakref.finalize(
-            self, in_this_process_only(_finish), self.box
-        )  # also when the process ends
+        finish = in_this_process_only(_finish)
+        self.finish = weakref.finalize(self, finish, self.box)  # also when the process ends
 
     @property
     def closed(self) -> bool:
@@ -160,12 +163,6 @@ class FlightRecorder:
         """Return a reusable context manager that records its block as a pass of this kind."""
         return PassRecord(self, what)
 
-    def _backward_begins(self) -> None:
-        self.begin("backward")
-
-    def _backward_ends(self) -> None:
-        self.end("backward")
-
     def end_step(self) -> None:
         """Write that a step of the optimizer has ended, and the memory that the rank holds between steps."""
         self.end("step")
@@ -186,9 +183,7 @@ class PassRecord:
     def __enter__(self) -> None:
         self.recorder.begin(self.what)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.recorder.end(self.what)
 
 
@@ -200,7 +195,7 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
     box.finish(how)
     folder = folder_of(box.path)
     try:
-        alone = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
+        alone = how != CLOSED and (not box.path.exists() or len(files_in(folder)) <= FEW)
         if alone or all_done(folder, box.about["ranks"]):
             merge(box.path)
     except FileNotFoundError:  # another rank has merged the parts at the same time

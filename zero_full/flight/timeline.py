@@ -4,34 +4,34 @@ A frame is a collective with all ranks that made it, or a pass of all ranks. It 
 bytes held (`live`) and `sent`, as in the player's own animations, when the rank arrived (`start`) and left
 (`end`), and how long it `waited`. `last` is the rank that the others waited for; `missing` are the ranks that
 did not arrive.
+
+[Note: clocks] Every rank counts microseconds from the start of its own recording. No rank leaves a collective
+before the last one has entered it, and then all leave at nearly the same time. So the offset between two
+ranks' clocks is the difference between their end times of the same collective: the median over all that both
+have completed. Ranks without a common collective are compared through other ranks. Failed collectives do not
+count, nor do broadcasts, whose source may leave early.
 """
 
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from zero_full.flight.captions import BETWEEN, Scene, caption, in_sentence
-from zero_full.flight.clocks import ONE_SIDED, offsets
-from zero_full.flight.rank_files import (
-    CLOSED,
-    FORMAT,
-    VERSION,
-    RankEvent,
-    RankTrace,
-    folder_of,
-    read_parts,
-)
+from zero_full.flight.captions import BETWEEN, caption, in_sentence
+from zero_full.flight.rank_files import CLOSED, FORMAT, VERSION, RankEvent, RankTrace, folder_of, read_parts
 
 MAX_EVENTS = 200_000  # events of all ranks together in a recording; earlier ones are dropped
 MERGE_ATTEMPTS = 3  # to merge while other ranks still write
 Key = tuple[Any, ...]
 PASSES = ("forward", "backward", "step", BETWEEN)
+ONE_SIDED = ("broadcast",)
+ABOUT_KEYS = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
 
 
 @dataclass
@@ -57,7 +57,7 @@ def merge(path: Path) -> dict[str, Any]:
             parts = read_parts(folder)
             made = recording_of(parts)
             aside.write_text(json.dumps(made, separators=(",", ":")))
-            os.utime(aside, ns=(known, known))  # `command.opened` merges again if a file is newer
+            os.utime(aside, ns=(known, known))  # `open_recording` merges again if a file is newer
             if known == newest(folder):
                 break
         aside.replace(path)
@@ -78,7 +78,8 @@ def newest(folder: Path) -> int:
 def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
     """Return the recording of all ranks' parts."""
     about, by_rank = parts[0].about, {part.rank: part for part in parts}
-    first = _first_step(parts)
+    complete, keeps = sorted({step for part in parts for step in part.ends}), int(about["keeps"])
+    first = complete[-keeps] if len(complete) > keeps else 0  # first of the last `keeps` complete steps
     for part in parts:
         part.dropped_steps += sum(step < first for step in part.ends)
         part.dropped_events += sum(each.step < first for each in part.events)
@@ -95,7 +96,7 @@ def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
     for part in parts:
         _shift(part, -origin)
     kinds = list(dict.fromkeys(kind for part in parts for each in part.events for kind in each.held))
-    frames = list(Frames(by_rank, moments, kinds, int(about["ranks"])))
+    frames = list(_frames(by_rank, moments, kinds, int(about["ranks"])))
     return {
         FORMAT: VERSION,
         **{key: value for key, value in about.items() if key in ABOUT_KEYS},
@@ -123,16 +124,6 @@ def waits(frames: Sequence[Mapping[str, Any]], ranks: int) -> list[list[tuple[in
     return [each.most_common() for each in found]
 
 
-ABOUT_KEYS = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
-
-
-def _first_step(parts: Sequence[RankTrace]) -> int:
-    """Return the first step to keep, so that `keeps` complete steps remain, and the events after them."""
-    complete = sorted({step for part in parts for step in part.ends})
-    keeps = int(parts[0].about["keeps"])
-    return complete[-keeps] if len(complete) > keeps else 0
-
-
 def _shift(part: RankTrace, by: int) -> None:
     for each in part.events:
         each.start += by
@@ -147,7 +138,7 @@ def _moments(by_rank: Mapping[int, RankTrace]) -> Iterator[Moment]:
         passes = Counter[tuple[str, int]]()
         for each in part.events:
             if each.group >= 0:
-                ranks = part.groups[each.group]
+                ranks = part.about["groups"][each.group]
                 key: Key = (each.group, tuple(ranks), each.call, each.what, each.name)
             else:
                 ranks = list(range(int(part.about["ranks"])))
@@ -167,33 +158,62 @@ def _meetings(moments: Sequence[Moment]) -> Iterator[dict[int, int]]:
                 yield ends
 
 
-class Frames:
-    """Iterates over the frames of a recording, in order of time."""
+def offsets(ranks: Sequence[int], meetings: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return what to subtract from each rank's clock to get the first's, if the two can be compared.
 
-    def __init__(
-        self, by_rank: Mapping[int, RankTrace], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
-    ) -> None:
-        self.by_rank, self.moments, self.kinds, self.ranks = by_rank, moments, kinds, ranks
-        self.held = [[0] * len(kinds) for _ in range(ranks)]
-        self.until = max((part.last for part in by_rank.values()), default=0)
-        self.calls = {
-            (rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.events
-        }
+    meetings  for each collective, by rank: when it left, in microseconds of its clock. See [Note: clocks]
+    """
+    met = [ends for ends in meetings if len(ends) > 1]
+    known = {ranks[0]: 0} if ranks else {}
+    while True:
+        found: dict[int, list[int]] = {}
+        for ends in met:
+            here = next((rank for rank in sorted(ends) if rank in known), None)
+            if here is not None:
+                for rank in ends.keys() - known.keys():
+                    found.setdefault(rank, []).append(ends[rank] - ends[here] + known[here])
+        if not found:
+            return known
+        known |= {rank: round(median(differences)) for rank, differences in found.items()}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for moment in self.moments:
-            yield self._frame(moment)
 
-    def _frame(self, moment: Moment) -> dict[str, Any]:
-        for rank, each in moment.by.items():
-            self.held[rank] = [each.held.get(kind, 0) for kind in self.kinds]
-        is_pass = moment.what in PASSES
-        missing = [] if is_pass else [rank for rank in moment.ranks if rank not in moment.by]
-        missing = [rank for rank in missing if self._knows(rank, moment)]
-        starts = {rank: each.start for rank, each in moment.by.items()}
-        ends = {rank: each.end for rank, each in moment.by.items()}
+def _frames(
+    by_rank: Mapping[int, RankTrace], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the frames of a recording, in order of time."""
+    held = [[0] * len(kinds) for _ in range(ranks)]
+    latest = max((part.last for part in by_rank.values()), default=0)
+    calls = {(rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.events}
+
+    def of_each(values: Mapping[int, Any], otherwise: Any = None) -> list[Any]:
+        return [values.get(rank, otherwise) for rank in range(ranks)]
+
+    def was_recording(rank: int, came: int) -> bool:
+        part = by_rank.get(rank)
+        if part is None or not part.events:
+            return False
+        return part.events[0].start <= came and not (part.ended == CLOSED and part.last <= came)
+
+    def whereabouts(rank: int, moment: Moment) -> str:
+        """Describe where a missing rank is: at another call in place of this one, or at its last event."""
+        mine = next(iter(moment.by.values()))
+        if (each := calls.get((rank, mine.group, mine.call))) is not None:
+            return f"makes another call in its place, {in_sentence(each.what, each.name)}"
+        seen = by_rank[rank].events[-1]
+        where = "in" if seen.end is None else "after"
+        what = in_sentence(seen.what, seen.name)
+        return f"has not come, and was last seen {where} {what} of step {seen.step}"
+
+    for moment in moments:
+        by, is_pass = moment.by, moment.what in PASSES
+        for rank, each in by.items():
+            held[rank] = [each.held.get(kind, 0) for kind in kinds]
+        starts = {rank: each.start for rank, each in by.items()}
+        ends = {rank: each.end for rank, each in by.items()}
+        absent = [] if is_pass else [rank for rank in moment.ranks if rank not in by]
+        missing = [rank for rank in absent if was_recording(rank, min(starts.values()))]
         last = None if is_pass or missing or len(starts) < 2 else max(starts, key=lambda rank: starts[rank])
-        until = {rank: self.until if end is None else end for rank, end in ends.items()}
+        until = {rank: latest if end is None else end for rank, end in ends.items()}
         if last is not None:  # a rank that failed earlier has stopped waiting
             until = {rank: min(end, starts[last]) for rank, end in until.items()}
         waited = {rank: until[rank] - starts[rank] if last is not None or missing else 0 for rank in starts}
@@ -201,38 +221,16 @@ class Frames:
             "what": moment.what,
             "name": moment.name,
             "step": moment.step,
-            "start": self._of_each(starts),
-            "end": self._of_each(ends),
-            "live": [sum(held) for held in self.held],
-            "held": [list(held) for held in self.held],
-            "sent": None if is_pass else self._of_each({r: each.sent for r, each in moment.by.items()}, 0),
-            "waited": self._of_each({rank: max(0, us) for rank, us in waited.items()}, 0),
+            "start": of_each(starts),
+            "end": of_each(ends),
+            "live": [sum(each) for each in held],
+            "held": [list(each) for each in held],
+            "sent": None if is_pass else of_each({r: each.sent for r, each in by.items()}, 0),
+            "waited": of_each({rank: max(0, us) for rank, us in waited.items()}, 0),
             "last": last,
             "missing": missing,
-            "beside": any(each.beside for each in moment.by.values()),
-            "failed": next((each.failed for each in moment.by.values() if each.failed), ""),
+            "beside": any(each.beside for each in by.values()),
+            "failed": next((each.failed for each in by.values() if each.failed), ""),
         }
-        scene = Scene(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
-        frame["title"], frame["text"] = caption(scene)
-        return frame
-
-    def _of_each(self, values: Mapping[int, Any], otherwise: Any = None) -> list[Any]:
-        return [values.get(rank, otherwise) for rank in range(self.ranks)]
-
-    def _knows(self, rank: int, moment: Moment) -> bool:
-        """Return whether this rank was recording when the others arrived."""
-        part, came = self.by_rank.get(rank), min(each.start for each in moment.by.values())
-        if part is None or not part.events:
-            return False
-        return part.events[0].start <= came and not (part.ended == CLOSED and part.last <= came)
-
-    def _whereabouts(self, rank: int, moment: Moment) -> str:
-        """Describe where a missing rank is: at another call in place of this one, or at its last event."""
-        part = self.by_rank[rank]
-        mine = next(iter(moment.by.values()))
-        if (each := self.calls.get((rank, mine.group, mine.call))) is not None:
-            return f"makes another call in its place, {in_sentence(each.what, each.name)}"
-        seen = part.events[-1]
-        where = "in" if seen.end is None else "after"
-        what = in_sentence(seen.what, seen.name)
-        return f"has not come, and was last seen {where} {what} of step {seen.step}"
+        frame["title"], frame["text"] = caption(frame, {rank: whereabouts(rank, moment) for rank in missing})
+        yield frame

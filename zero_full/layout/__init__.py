@@ -2,7 +2,7 @@
 
 from zero_full.layout.balance import Share, assign_work
 from zero_full.layout.flat import FlatLayout, Fragment
-from zero_full.layout.order import backward_order, deal, in_order, round_robin
+from zero_full.layout.order import backward_order, deal, round_robin
 
 __all__ = [
     "FlatLayout",
@@ -11,6 +11,5 @@ __all__ = [
     "assign_work",
     "backward_order",
     "deal",
-    "in_order",
     "round_robin",
 ]

@@ -58,11 +58,6 @@ class FlatLayout:
         """Number of elements of the buffer, padding included."""
         return self.shard * self.world
 
-    @property
-    def padding(self) -> int:
-        """Number of elements of the buffer that belong to no parameter."""
-        return self.total - sum(self.numels)
-
     @cached_property
     def windows(self) -> tuple[slice, ...]:
         """The slice of the flat buffer of each parameter."""
@@ -93,15 +88,6 @@ class FlatLayout:
             shares.append((rank, here))
             start, numel = start + here, numel - here
         return shares
-
-    @cached_property
-    def owned(self) -> tuple[int, ...]:
-        """For each rank, the number of elements in its slice without padding."""
-        owned = [0] * self.world
-        for index in range(len(self.numels)):
-            for rank, here in self.shares(index):
-                owned[rank] += here
-        return tuple(owned)
 
 
 def rounded_up(number: int, multiple: int) -> int:

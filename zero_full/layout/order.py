@@ -3,11 +3,6 @@
 from collections.abc import Hashable, Sequence
 
 
-def in_order(count: int) -> list[int]:
-    """The order of `model.parameters()`."""
-    return list(range(count))
-
-
 def backward_order(count: int) -> list[int]:
     """The reverse order: roughly the one in which backward completes gradients."""
     return list(reversed(range(count)))

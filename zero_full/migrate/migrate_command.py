@@ -4,16 +4,18 @@ The script is not executed. The output is a unified diff and, with line numbers,
 counterpart. `--write` changes the files. The table of names is in `name_table.py`.
 """
 
+import argparse
 import difflib
 import os
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_full.check.check_command import check_file
 from zero_full.config import implied_world, resolve
 from zero_full.errors import ConfigError, MigrateError
+from zero_full.formatting import counted
 from zero_full.migrate.calls import configurations, find_other_uses
 from zero_full.migrate.rewrite import ManualChange, Rewrite
 
@@ -21,20 +23,19 @@ from zero_full.migrate.rewrite import ManualChange, Rewrite
 class Migrated(NamedTuple):
     """A migrated script with findings. Line numbers are those of the original."""
 
-    source: str
     result: str
     findings: list[ManualChange]
     remarks: list[ManualChange]  # warnings that need no action
     moved: Callable[[int], int]  # converts a line number to that of the result
 
 
-def main(files: Sequence[str], write: bool = False, world: int | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Migrate each file. Returns the exit code: 1 if anything is left to do by hand, else 0."""
-    left = 0
-    for path in map(Path, files):
+    left, world = 0, options.world
+    for path in map(Path, options.files):
         if path.suffix not in (".py", ".json"):
             raise MigrateError(f"{path}: expected a script (.py) or a configuration (.json)")
-        left += _script(path, write, world) if path.suffix == ".py" else _json(path, world)
+        left += _script(path, options.write, world) if path.suffix == ".py" else _json(path, world)
     print(f"{left or 'nothing'} left to do by hand")
     return 1 if left else 0
 
@@ -51,7 +52,7 @@ def migrate(source: str, world: int | None = None) -> Migrated:
         findings |= {ManualChange(line, text) for text in errors}
         remarks |= {ManualChange(line, text) for text in warnings}
     findings |= rewrite.findings
-    return Migrated(source, rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
+    return Migrated(rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
 
 
 def _script(path: Path, write: bool, world: int | None) -> int:
@@ -136,5 +137,5 @@ def _json(path: Path, world: int | None) -> int:
         remark = "" if each.kind == "refused" else "remark: "
         print(f"{path}:{each.line}: {remark}{each.text}")
     if not checked.count("refused"):
-        print(f"{path}: can be used on {checked.ranks} (--world asks for others)")
+        print(f"{path}: can be used on {counted(checked.world, 'rank')} (--world asks for others)")
     return checked.count("refused")

@@ -102,20 +102,18 @@ class Rewrite:
         ast.parse(result)
         return result
 
-    def report_missing(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
-        """Record that this name has no counterpart."""
-        self.findings.add(
-            ManualChange(node.lineno, f"{path} has no counterpart. Instead: {instead_of(path)}")
-        )
+    def _report(self, node: ast.stmt | ast.expr, text: str) -> None:
+        self.findings.add(ManualChange(node.lineno, text))
+
+    def _report_missing(self, node: ast.stmt | ast.expr, path: str) -> None:
+        self._report(node, f"{path} has no counterpart. Instead: {instead_of(path)}")
 
     # One name -----------------------------------------------------------------------------------
 
     def _replace_binding(self, binding: Binding) -> list[NewImport | None]:
         """Return the imports that replace this one. None in the list: keep it, as a use still needs it."""
         if binding.alias.name == "*":
-            self.findings.add(
-                ManualChange(binding.statement.lineno, "import the names that you use, one by one")
-            )
+            self._report(binding.statement, "import the names that you use, one by one")
             return [None]
         target = target_of(binding.path)
         if target is not None and not is_module(binding.path):
@@ -124,12 +122,14 @@ class Rewrite:
             return [NewImport(module, name, binding.local)]
         found = [(use, self._find_target(binding, use)) for use in binding.uses]
         if not (binding.uses or target):
-            self.report_missing(binding.statement, binding.path)
+            self._report_missing(binding.statement, binding.path)
         module = MODULES.get(canonical(binding.path), "")
         # Always replace deepspeed.comm by torch's module, because the two do not share a process group.
         needed = any(hit is None for _, hit in found) and module != COMM
         kept = [None] if needed or not (binding.uses or target) else []
-        local = self._kept_local(binding, module) if not kept else None
+        by_name = isinstance(binding.statement, ast.Import) and binding.alias.asname is not None
+        keeps_local = not kept and (binding.clash or by_name or module == COMM)
+        local = binding.local if keeps_local else None
         imports = {NewImport(module, None, local): None} if local and module else {}
         for use, hit in found:
             if hit is not None:
@@ -139,11 +139,6 @@ class Rewrite:
             imports = {NewImport(MODULES.get(canonical(binding.alias.name), OURS)): None}
         return [*kept, *imports]
 
-    def _kept_local(self, binding: Binding, module: str) -> str | None:
-        """Return the local name if it can be kept for the new module."""
-        by_name = isinstance(binding.statement, ast.Import) and binding.alias.asname is not None
-        return binding.local if binding.clash or by_name or module == COMM else None
-
     def _find_target(self, binding: Binding, use: Use) -> tuple[str, int] | None:
         """Return (new name, number of attributes that it replaces), or None after adding a finding."""
         for count in range(len(use.names), -1, -1):
@@ -152,11 +147,9 @@ class Rewrite:
             if target is not None and (count == len(use.names) or not is_module(path)):
                 if self._matches_source(use, count):
                     return target, count
-                self.findings.add(
-                    ManualChange(use.nodes[0].lineno, f"change {path} to {target} inside this string")
-                )
+                self._report(use.nodes[0], f"change {path} to {target} inside this string")
                 return None
-        self.report_missing(use.nodes[0], ".".join([binding.path, *use.names]))
+        self._report_missing(use.nodes[0], ".".join([binding.path, *use.names]))
         return None
 
     def _matches_source(self, use: Use, count: int) -> bool:
@@ -198,11 +191,8 @@ class Rewrite:
         block = id(bindings[0].block)
         outcome: dict[ast.alias, list[NewImport | None]] = {alias: [None] for alias in statement.names}
         for binding in bindings:
-            new = [
-                m
-                for m in self._replace_binding(binding)
-                if m is None or m.name or (block, m) not in self.written_imports
-            ]
+            made = self._replace_binding(binding)
+            new = [m for m in made if m is None or m.name or (block, m) not in self.written_imports]
             self.written_imports |= {(block, m) for m in new if m is not None}
             outcome[binding.alias] = new
         if self._in_place(statement, outcome):

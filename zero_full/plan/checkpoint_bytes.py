@@ -5,7 +5,6 @@ a flat buffer, and so more elements. Replicas divide the saving of equal data, a
 remainder. Only the first of them saves buffers.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from zero_full._compat import clean_name
@@ -24,9 +23,9 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
     for flat, sizes in _sizes(taken, optimizer).items():
-        totals = experts if flat.kind.expert else dense
-        for rank in range(len(totals)):
-            totals[rank] += _bytes_of(flat, rank, sizes)
+        totals, holders = experts if flat.kind.expert else dense, flat.across.size
+        for rank in range(len(totals)):  # as the first of its replicas
+            totals[rank] += sum(-(-f.numel // holders) * sizes[f.index] for f in flat.layout.fragments(rank))
     most = dict[int, int]()  # largest total by index among the replicas
     for rank in range(max(len(dense), expert_ranks * len(experts))):
         place = rank // expert_ranks % len(experts)
@@ -34,7 +33,10 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
     own = sum(chunk.values.nbytes for chunk in (*taken.own, *(each for each in taken.cut if each.differs)))
-    return own + max(total + _replicated(taken, place * across) for place, total in most.items())
+    for place in most:
+        as_this_replica = (replace(chunk, holder=(place * across, chunk.holder[1])) for chunk in taken.whole)
+        most[place] += sum(share_of(chunk).values.nbytes for chunk in as_this_replica)
+    return own + max(most.values())
 
 
 def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
@@ -58,15 +60,3 @@ def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters
     for flat, member, name in named:
         found.setdefault(flat, []).append(by_name.get(name, by_group.get(member.group, 0)))
     return found
-
-
-def _bytes_of(flat: FlatParameters, rank: int, sizes: Sequence[int]) -> int:
-    """Return the bytes of a flat buffer that a rank saves, as the first of its replicas."""
-    fragments, holders = flat.layout.fragments(rank), flat.across.size
-    return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
-
-
-def _replicated(taken: SaveContents, place: int) -> int:
-    """Return the bytes of replicated tensors that the replica with this index saves."""
-    chunks = (replace(chunk, holder=(place, chunk.holder[1])) for chunk in taken.whole)
-    return sum(share_of(chunk).values.nbytes for chunk in chunks)

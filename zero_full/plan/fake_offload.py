@@ -27,9 +27,9 @@ def fake_tier(tier: Tier, planned: torch.device, tracker: MemoryTracker) -> Tier
     """Return the fake of a configuration's tier. `planned` is the device of the planned run."""
     if isinstance(tier, BlockTier):
         return FakeBlockTier(**vars(tier), planned=planned, tracker=tracker)
-    return (
-        FakeHostTier(**vars(tier), planned=planned, tracker=tracker) if isinstance(tier, HostTier) else tier
-    )
+    if isinstance(tier, HostTier):
+        return FakeHostTier(**vars(tier), planned=planned, tracker=tracker)
+    return tier
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class FakeHostParamStore(ParamStore):
     is_offloaded = True
 
     def __init__(self, locks: bool) -> None:
-        self.locks, self.locked = locks, 0  # bytes
+        self.locks, self.locked = locks, 0  # page-locked bytes
 
     def add(self, values: Tensor) -> ParamSlice:
         """Store a slice without allocating memory."""
@@ -153,6 +153,11 @@ class FakeFileParamStore(MemoryFirstStore):
         self.used: list[FakeFileSlice] = []  # slices that have a staging buffer
         self.ahead: list[FakeFileSlice] = []  # prefetched slices, not used yet
         self.buffers = 0  # peak bytes of staging buffers
+
+    @property
+    def locked(self) -> int:
+        """Page-locked bytes: staging buffers, and slices in host memory."""
+        return getattr(self.in_memory, "locked", 0) + (self.buffers if self.locks else 0)
 
     def add(self, values: Tensor) -> ParamSlice:
         """Store a slice in the file."""
@@ -223,10 +228,3 @@ class FakeFileSlice(FakeSlice):
         if self in self.param_store.used:
             self.param_store.used.remove(self)
         super().update(updated)
-
-
-def page_locked(param_store: ParamStore) -> int:
-    """Return the page-locked bytes of slices and staging buffers."""
-    if isinstance(param_store, FakeFileParamStore):
-        return page_locked(param_store.in_memory) + (param_store.buffers if param_store.locks else 0)
-    return param_store.locked if isinstance(param_store, FakeHostParamStore) else 0

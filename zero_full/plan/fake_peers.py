@@ -8,7 +8,7 @@ from torch import Tensor
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.fake_ranks import FakeGroup
 from zero_full.comm.lane import Lane
-from zero_full.optim.step import Piece, Whole, WholeRule
+from zero_full.optim.step import Piece, WholeRule
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -96,9 +96,5 @@ def _pieces_of(rounds: Sequence[Round], rank: int) -> dict[str, Piece]:
         for owner, numel in parcel.shares
         if owner == rank
     )
-    return {whole.name: _fake_piece(whole, numel) for whole, numel in shares}
-
-
-def _fake_piece(whole: Whole, numel: int) -> Piece:
-    master = torch.empty((), device="meta").expand(numel)
-    return Piece(whole.name, whole.shape, (0, numel), whole.group, master)
+    empty = torch.empty((), device="meta")
+    return {w.name: Piece(w.name, w.shape, (0, n), w.group, empty.expand(n)) for w, n in shares}

@@ -47,7 +47,9 @@ class MemoryTracker(TorchDispatchMode):
             return 1
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and identity_of(args[0].untyped_storage()) in self.whole:
-            self._log_whole()
+            size = sum(storage.nbytes() for storage in self.whole.values())
+            self.log.append(("gathered", WHOLE, size - self.size_of_whole))
+            self.size_of_whole = size
         elif self._is_new(func) and self.kind is not None:
             for tensor in tensors_in(result):
                 if self._is_counted(tensor):
@@ -62,11 +64,6 @@ class MemoryTracker(TorchDispatchMode):
     def _is_counted(self, tensor: Tensor) -> bool:
         """Return whether the tensor stands for device memory: only those on the meta device do."""
         return tensor.is_meta and tensor.dim() > 0
-
-    def _log_whole(self) -> None:
-        size = sum(storage.nbytes() for storage in self.whole.values())
-        self.log.append(("gathered", WHOLE, size - self.size_of_whole))
-        self.size_of_whole = size
 
     def _log_new(self, storage: torch.UntypedStorage, kind: str) -> None:
         number, size = next(self.numbers), storage.nbytes()

@@ -6,7 +6,6 @@ device. So autograd produces every parameter's gradient, in reverse order, and a
 in a real pass. Two modules that hold the same parameter both use it.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,54 +17,44 @@ from zero_full._compat import parameters_and_children
 
 def meta_copy_of(model: nn.Module) -> nn.Module:
     """Copy a model's modules, with the same classes and attributes, without hooks and on the meta device."""
-    return _Copier().of(model)
+    modules: dict[nn.Module, nn.Module] = {}
+    tensors: dict[Tensor, Tensor] = {}
+    called: set[nn.Module] = set()  # in this pass
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor not in tensors:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, Parameter):
+                empty = Parameter(empty, requires_grad=tensor.requires_grad)
+                vars(empty).update(vars(tensor))  # marks, such as `allreduce`
+            tensors[tensor] = empty
+        return tensors[tensor]
+
+    def copy(module: nn.Module) -> nn.Module:
+        if module in modules:
+            return modules[module]
+        made: nn.Module = object.__new__(type(module))
+        modules[module] = made
+        vars(made).update({**vars(module), **vars(nn.Module())})  # new dictionaries, without hooks
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found = copied(param)
+            assert isinstance(found, Parameter)
+            nn.Module.register_parameter(made, name, found)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            nn.Module.register_buffer(made, name, copied(buffer))
+        _, children = parameters_and_children(module)
+        for name, child in children.items():  # includes a second name of the same child
+            if child is not None:
+                nn.Module.add_module(made, name, copy(child))
+        vars(made)["forward"] = FakeForward(made, called)
+        return made
+
+    return copy(model)
 
 
 def begin_pass(copied: nn.Module) -> None:
     """Prepare the copy for another forward: forget which modules were called."""
     vars(copied)["forward"].called.clear()
-
-
-class _Copier:
-    def __init__(self) -> None:
-        self.modules: dict[nn.Module, nn.Module] = {}
-        self.tensors: dict[Tensor, Tensor] = {}
-        self.called: set[nn.Module] = set()  # in this pass
-
-    def of(self, module: nn.Module) -> nn.Module:
-        if module in self.modules:
-            return self.modules[module]
-        made: nn.Module = object.__new__(type(module))
-        self.modules[module] = made
-        vars(made).update({**vars(module), **vars(nn.Module())})  # new dictionaries, without hooks
-        for name, param in _own(module.named_parameters):
-            nn.Module.register_parameter(made, name, self._parameter(param))
-        for name, buffer in _own(module.named_buffers):
-            nn.Module.register_buffer(made, name, self._tensor(buffer))
-        _, children = parameters_and_children(module)
-        for name, child in children.items():  # includes a second name of the same child
-            if child is not None:
-                nn.Module.add_module(made, name, self.of(child))
-        vars(made)["forward"] = FakeForward(made, self.called)
-        return made
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor not in self.tensors:
-            self.tensors[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return self.tensors[tensor]
-
-    def _parameter(self, param: Parameter) -> Parameter:
-        if param not in self.tensors:
-            empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            self.tensors[param] = made = Parameter(empty, requires_grad=param.requires_grad)
-            vars(made).update(vars(param))  # marks, such as `allreduce`
-        found = self.tensors[param]
-        assert isinstance(found, Parameter)
-        return found
-
-
-def _own(named: Any) -> Iterator[tuple[str, Any]]:
-    return named(recurse=False, remove_duplicate=False)  # type: ignore[no-any-return]
 
 
 class FakeForward:

@@ -36,7 +36,13 @@ def model_of(name: str) -> nn.Module:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise PlanError(f'--model {name}: write module:function, such as "my_models:llama_7b"')
-    make = _attribute(_module(module_name), attribute)
+    module = _module(module_name)
+    if not hasattr(module, attribute):
+        known = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
+        raise PlanError(
+            f"--model: {module.__name__} has no {attribute}; it has {', '.join(known) or 'nothing'}"
+        )
+    make = getattr(module, attribute)
     if isinstance(make, nn.Module):
         return make
     try:
@@ -65,13 +71,6 @@ def _module(name: str) -> Any:
         raise PlanError(
             f"--model {name}:...: there is no module {error.name}. Run this in the directory that has it"
         ) from None
-
-
-def _attribute(module: Any, name: str) -> Any:
-    if not hasattr(module, name):
-        known = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
-        raise PlanError(f"--model: {module.__name__} has no {name}; it has {', '.join(known) or 'nothing'}")
-    return getattr(module, name)
 
 
 def input_of(text: str) -> Tensor:

@@ -99,30 +99,23 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_byt
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
         raise PlanError(str(error)) from error
+    found = {"sent": simulated.sent, **simulated.peaks, **simulated.kept()}
+    for phase in simulated.phases:  # each kind is of the phase in which it is largest
+        for kind in ("moments", "update", "sent", "saved"):
+            found[kind] = max(found[kind], getattr(phase, kind))
     return Plan(
         stage=resolved.config.zero_optimization.stage,
         world=cluster.world,
         numel=sum(p.numel() for p in model.parameters()),
         phases=simulated.phases,
         activations=activation_bytes,
-        **_largest(simulated),
+        **found,
     )
-
-
-def _largest(simulated: Simulation) -> dict[str, int]:
-    """Return the bytes by kind, each from the phase in which it is largest."""
-    found = {"sent": simulated.sent, **simulated.peaks, **simulated.kept()}
-    for phase in simulated.phases:
-        for kind in ("moments", "update", "sent", "saved"):
-            found[kind] = max(found[kind], getattr(phase, kind))
-    return found
 
 
 def _check_experts(model: nn.Module, cluster: Cluster) -> None:
-    experts, size = (
-        [name for name, p in model.named_parameters() if marked_as_expert(name, p)],
-        cluster.experts,
-    )
+    experts = [name for name, p in model.named_parameters() if marked_as_expert(name, p)]
+    size = cluster.experts
     if experts and size is None:
         raise PlanError(
             f"{experts[0]} is marked as an expert (allreduce = False). Pass the number of ranks that hold "

@@ -12,11 +12,11 @@ which can depend on the parameter; and in the whole parameters that they own for
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,11 @@ from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.optim.state_size import state_bytes
 from zero_full.plan.checkpoint_bytes import saved_bytes
-from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileParamStore, fake_tier, page_locked
+from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileParamStore, fake_tier
 from zero_full.plan.fake_peers import FakePeers
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
 from zero_full.plan.result import Phase
-from zero_full.settings import Settings
 from zero_full.shard.access.held_bytes import bytes_behind
 from zero_full.shard.deal.dealer import Dealer, Drafts
 from zero_full.shard.deal.host_memory import Sizes, host_memory
@@ -56,7 +55,6 @@ from zero_full.start.from_config import accumulation_of, scaler_of, settings_of,
 DEFAULT_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
 DISTINCT = 3  # micro-batches to simulate: the first, the last, and one for all in between, which are equal
 CPU = torch.device("cpu")
-Returned = TypeVar("Returned")
 log = logging.getLogger("zero_full")
 
 
@@ -116,9 +114,9 @@ class Simulation:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("there is nothing to train: no parameter requires gradients")
-        groups = [{"params": trained}]
-        base = _as_config_error(partial(build_optimizer, chosen.type, chosen.params, groups, self.model))
-        _as_config_error(partial(check_optimizer, base, self.model))
+        with _config_errors():
+            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}], self.model)
+            check_optimizer(base, self.model)
         if isinstance(base, OneBitOptimizer):
             # This machine may lack the backend of the planned run.
             base.model_options = {**base.model_options, "comm_backend_name": None}
@@ -129,9 +127,14 @@ class Simulation:
         topology, settings = self.cluster.topology(self.config), settings_of(self.config)
         cut = (topology.shard or topology.data, topology.expert_data) if settings.cuts_state else ()
         if any(group is not None and group.size() > 1 for group in cut):
-            _as_config_error(partial(check_elementwise, base, settings.allow_untested))
-        prepared, accumulation = self._prepared(base, settings), accumulation_of(self.config)
-        made = assemble(self.model, topology, prepared, accumulation, self._open_tier)
+            with _config_errors():
+                check_elementwise(base, settings.allow_untested)
+        tier, param_tier = (
+            fake_tier(each, self.planned, self.tracker) for each in (settings.tier, settings.param_tier)
+        )
+        settings = replace(settings, tier=tier, param_tier=param_tier, check_timeout_s=None)
+        prepared = Prepared(Deferred(self.model, META), base, settings, scaler_of(self.config), {})
+        made = assemble(self.model, topology, prepared, accumulation_of(self.config), self._open_tier)
         for options in (base.defaults, *base.param_groups):
             _adapt_to_meta(options)
         counting = self.tracker.counting
@@ -149,13 +152,6 @@ class Simulation:
                 kind = "update" if stepper.phases() else None
                 stepper.step = counting(kind)(stepper.step)  # type: ignore[method-assign]
         return made
-
-    def _prepared(self, base: torch.optim.Optimizer, settings: Settings) -> Prepared:
-        tier, param_tier = (
-            fake_tier(each, self.planned, self.tracker) for each in (settings.tier, settings.param_tier)
-        )
-        settings = replace(settings, tier=tier, param_tier=param_tier, check_timeout_s=None)
-        return Prepared(Deferred(self.model, META), base, settings, scaler_of(self.config), {})
 
     def _open_tier(
         self, base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device
@@ -193,11 +189,8 @@ class Simulation:
 
     def _file_traffic(self) -> tuple[int, int]:
         """Return the bytes of parameters read from the spill file and written to it so far."""
-        return (
-            (self.param_store.read, self.param_store.written)
-            if isinstance(self.param_store, FakeFileParamStore)
-            else (0, 0)
-        )
+        store = self.param_store
+        return (store.read, store.written) if isinstance(store, FakeFileParamStore) else (0, 0)
 
     def _step(self, micro_batches: int) -> int:
         """Run a whole step and return the bytes sent in it."""
@@ -248,7 +241,7 @@ class Simulation:
             "moments": owned - master + self._excess(self._state_by_rank(is_offloaded=False)),
             "communication": self._windows(),
             **self._offloaded(host, self._excess(self._state_by_rank(is_offloaded=True))),
-            "pinned": self.pinned + page_locked(self.param_store),
+            "pinned": self.pinned + getattr(self.param_store, "locked", 0),
             **self.copied,
             "saved": self._saved(),
         }
@@ -280,9 +273,9 @@ class Simulation:
         base, dtypes = self.optimizer.base, self.optimizer.settings.dtypes
         per_element = dict[tuple[int, torch.dtype], int]()
         by_rank = dict[Communicator, list[int]]()
-        for group in (
-            each for each in self.optimizer.trained if each.master.tier.is_offloaded is is_offloaded
-        ):
+        for group in self.optimizer.trained:
+            if group.master.tier.is_offloaded is not is_offloaded:
+                continue
             ranks = by_rank.setdefault(group.ranks, [0] * group.ranks.size)
             for member in group.members if not group.asleep else ():
                 kind = member.group, group.master.values.dtype
@@ -329,10 +322,11 @@ def _silent() -> Iterator[None]:
         log.removeFilter(is_from_another_thread)
 
 
-def _as_config_error(check: Callable[[], Returned]) -> Returned:
-    """Call `check`, and raise its TypeError or ValueError as ConfigError."""
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """Raise a TypeError or ValueError of this block as ConfigError."""
     try:
-        return check()
+        yield
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

@@ -1,8 +1,6 @@
 """Read DeepSpeed's model state files: the module's state dict, parameter shapes and training counters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,51 +24,43 @@ OWN_KEYS = {
 }
 
 
-@dataclass(frozen=True)
 class ModelStates:
-    """The content of one model state file."""
+    """The content of one model state file.
 
-    path: Path
-    content: Mapping[str, Any]
+    Raises CheckpointError if it is another file, or if the model has experts or is split across ranks by
+    tensor or pipeline parallelism.
+    """
 
-    @property
-    def module(self) -> Mapping[str, Any]:
-        """The module's state dict. At stage 3 most of its parameters are empty."""
-        module: Mapping[str, Any] = self.content["module"]
-        return module
-
-    @property
-    def trained(self) -> list[Shapes] | None:
-        """Shapes of the optimizer's parameters, by group, at stage 3 by sub-group; None without ZeRO."""
-        shapes: list[Shapes] | None = self.content.get("param_shapes")
-        return shapes
-
-    @property
-    def frozen(self) -> Shapes:
-        """Shapes of frozen parameters, from stage 2 on."""
-        return self.content.get("frozen_param_shapes") or {}
-
-    @property
-    def fragments(self) -> Mapping[str, SavedTensor]:
-        """This rank's shards of the frozen parameters, at stage 3."""
-        return self.content.get("frozen_param_fragments") or {}
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration; empty if it was given as a file."""
-        config = self.content.get("ds_config")
-        return config if isinstance(config, Mapping) else {}
-
-    @property
-    def world(self) -> int:
-        """The number of data-parallel ranks of the run."""
-        world = self.content["dp_world_size"]
-        return int(world)
-
-    @cached_property
-    def trained_names(self) -> frozenset[str]:
-        """Names of the optimizer's parameters."""
-        return frozenset(name for shapes in self.trained or [] for name in shapes)
+    def __init__(self, path: Path) -> None:
+        content = load_saved(path)
+        if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
+            raise CheckpointError(f"{path} is not a model state file of DeepSpeed")
+        sizes = content.get("checkpoint_parallel_dimensions") or {}
+        if content.get("mp_world_size", 1) != 1 or any(size != 1 for size in sizes.values()):
+            raise CheckpointError(
+                f"{path}: the model was sharded by tensor or pipeline parallelism, which is not supported. "
+                "Convert it with the tools of the framework that has sharded it"
+            )
+        if not isinstance(content["module"], Mapping):
+            raise CheckpointError(f"{path} holds no module, but layers of pipeline parallelism")
+        experts = content.get("num_experts") or []
+        if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
+            raise CheckpointError(
+                f"{path} is of a model with experts, whose separate files are not supported"
+            )
+        config = content.get("ds_config")
+        self.path, self.content = path, content
+        # The module's state dict. At stage 3 most of its parameters are empty.
+        self.module: Mapping[str, Any] = content["module"]
+        # Shapes of the optimizer's parameters, by group, at stage 3 by sub-group; None without ZeRO.
+        self.trained: list[Shapes] | None = content.get("param_shapes")
+        self.trained_names = frozenset(name for shapes in self.trained or [] for name in shapes)
+        # From stage 2 on: shapes of frozen parameters; at stage 3: this rank's shards of them.
+        self.frozen: Shapes = content.get("frozen_param_shapes") or {}
+        self.fragments: Mapping[str, SavedTensor] = content.get("frozen_param_fragments") or {}
+        # DeepSpeed's configuration; empty if it was given as a file.
+        self.config: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
+        self.world = int(content["dp_world_size"])  # data-parallel ranks of the run
 
     def shared(self, stage: int, world: int) -> dict[str, Any]:
         """Return the data that are equal on all ranks, except those of the optimizer."""
@@ -110,29 +100,6 @@ def _accumulation_steps(config: Mapping[str, Any], world: int) -> int | None:
     return 1 if config and not {given, whole, micro} & {"auto"} else None
 
 
-def model_states(path: Path) -> ModelStates:
-    """Read a model state file.
-
-    Raises CheckpointError if it is another file, or if the model has experts or is split across ranks by
-    tensor or pipeline parallelism.
-    """
-    content = load_saved(path)
-    if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
-        raise CheckpointError(f"{path} is not a model state file of DeepSpeed")
-    sizes = content.get("checkpoint_parallel_dimensions") or {}
-    if content.get("mp_world_size", 1) != 1 or any(size != 1 for size in sizes.values()):
-        raise CheckpointError(
-            f"{path}: the model was sharded by tensor or pipeline parallelism, which is not supported. "
-            "Convert it with the tools of the framework that has sharded it"
-        )
-    if not isinstance(content["module"], Mapping):
-        raise CheckpointError(f"{path} holds no module, but layers of pipeline parallelism")
-    experts = content.get("num_experts") or []
-    if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
-        raise CheckpointError(f"{path} is of a model with experts, whose separate files are not supported")
-    return ModelStates(path, content)
-
-
 # Tensors that are not in the optimizer -----------------------------------------------------------
 
 
@@ -149,7 +116,9 @@ def add_untrained(source: SavedSource, models: list[ModelStates], stage: int) ->
     source.shared["frozen"] = sorted(name for name, numel in frozen.items() if numel)
     if stage >= 2 and first.content.get("frozen_param_shapes", {}) is None:
         source.shared["excluded"] = [UNNAMED]
-    _add_aliases(source, first)
+    for name, stored in (first.content.get("shared_params") or {}).items():
+        if f"{PARAMETERS}/{name}" not in source.tensors and f"{PARAMETERS}/{stored}" in source.tensors:
+            source.aliases[name] = stored
 
 
 def _is_buffer(model: ModelStates, name: str) -> bool:
@@ -182,13 +151,6 @@ def _frozen_at_3(source: SavedSource, models: list[ModelStates]) -> dict[str, in
         sizes[name] = prod(shape)
         source.add(f"{PARAMETERS}/{name}", StoredRanges.even(shape, len(parts), 0), parts)
     return sizes
-
-
-def _add_aliases(source: SavedSource, model: ModelStates) -> None:
-    for name, stored in (model.content.get("shared_params") or {}).items():
-        keys = f"{PARAMETERS}/{name}", f"{PARAMETERS}/{stored}"
-        if keys[0] not in source.tensors and keys[1] in source.tensors:
-            source.aliases[name] = stored
 
 
 # The loss scale ------------------------------------------------------------------------------------

@@ -131,15 +131,11 @@ class SavedSource(Source):
         self.numbers = {clean_name(key): numbers for key, numbers in self.numbers.items()}
         for key in ("frozen", "members"):
             if key in self.shared:
-                self.shared[key] = [_plain_names(each) for each in self.shared[key]]
+                self.shared[key] = mapped(clean_name, self.shared[key])
         files = {part.archive.path: part.archive for _, parts in self._places.values() for part in parts}
         checksums = [(path.name, archive.checksum) for path, archive in sorted(files.items())]
         self.identity = f"{zlib.crc32(repr(checksums).encode()):08x}"
         return self
-
-
-def _plain_names(names: Any) -> Any:
-    return clean_name(names) if isinstance(names, str) else [clean_name(name) for name in names]
 
 
 def with_values(nest: Any) -> Any:

@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_full.checkpoint.deepspeed.model import ModelStates, model_states
+from zero_full.checkpoint.deepspeed.model import ModelStates
 from zero_full.checkpoint.deepspeed.stage0 import Stage0Source
 from zero_full.checkpoint.deepspeed.universal import UniversalSource
-from zero_full.checkpoint.deepspeed.zero import ZeroSource, rank_states
+from zero_full.checkpoint.deepspeed.zero import RankStates, ZeroSource
 from zero_full.checkpoint.safetensors_writer import is_file_name
 from zero_full.checkpoint.source import Source
 from zero_full.errors import CheckpointError
@@ -90,7 +90,7 @@ class TagFolder:
         return self._open_zero()
 
     def _open_zero(self) -> Source:
-        ranks = [rank_states(path) for _, path in sorted(self.optimizer_parts.items())]
+        ranks = [RankStates(path) for _, path in sorted(self.optimizer_parts.items())]
         world = max(rank.world for rank in ranks)
         self._check_complete("optimizer states", self.optimizer_parts, world)
         if {rank.world for rank in ranks} != {world} or len(ranks) != world:
@@ -110,15 +110,15 @@ class TagFolder:
     def _models(self, world: int | None = None) -> list[ModelStates]:
         """Read the required model state files: at stage 3 with frozen parameters those of all ranks."""
         if self.model is not None:
-            return [model_states(self.model)]
+            return [ModelStates(self.model)]
         if 0 not in self.model_parts:
             raise CheckpointError(f"{self.path} lacks the model states of rank 0: {INTERRUPTED}")
-        first = model_states(self.model_parts[0])
+        first = ModelStates(self.model_parts[0])
         if not first.fragments:
             return [first]
         count = world or first.world
         self._check_complete("model states", self.model_parts, count)
-        return [first, *(model_states(self.model_parts[rank]) for rank in range(1, count))]
+        return [first, *(ModelStates(self.model_parts[rank]) for rank in range(1, count))]
 
     def _check_complete(self, what: str, parts: dict[int, Path], world: int) -> None:
         missing = [rank for rank in range(world) if rank not in parts]

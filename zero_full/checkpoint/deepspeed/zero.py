@@ -11,7 +11,6 @@ have the same offsets in both.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -33,38 +32,30 @@ from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
 
 
-@dataclass(frozen=True)
 class RankStates:
-    """The content of one rank's optimizer state file."""
+    """The content of one rank's optimizer state file.
 
-    path: Path
-    content: Mapping[str, Any]
+    Raises CheckpointError if it is another file or of a model with experts.
+    """
 
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage. DeepSpeed's BF16_Optimizer does not save it, and exists at stage 1 only."""
-        return int(self.content.get("zero_stage", 1))
-
-    @property
-    def world(self) -> int:
-        """The number of ranks that have saved. Groups with fewer ranks belong to experts."""
-        count = self.content["partition_count"]
-        counts = set(count) if isinstance(count, list) else {count}
-        if len(counts) != 1:
-            raise CheckpointError(f"{self.path} is of a model with experts, which are not supported")
-        return int(counts.pop())
-
-    @property
-    def masters(self) -> list[SavedTensor]:
-        """The master weights, by group, at stage 3 by sub-group."""
+    def __init__(self, path: Path) -> None:
+        content = load_saved(path)
+        states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
+        if not isinstance(states, Mapping) or "partition_count" not in states:
+            raise CheckpointError(f"{path} is not an optimizer state file of DeepSpeed's ZeRO")
+        counts = states["partition_count"]
+        counts = set(counts) if isinstance(counts, list) else {counts}
+        if states.get("ds_zero_partition_groups") or len(counts) != 1:  # experts have groups with fewer ranks
+            raise CheckpointError(f"{path} is of a model with experts, which are not supported")
+        self.path, self.content = path, states
+        self.world = int(counts.pop())  # ranks that have saved
+        # DeepSpeed's BF16_Optimizer does not save the stage, and exists at stage 1 only.
+        self.stage = int(states.get("zero_stage", 1))
         name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        masters: list[SavedTensor] = self.content[name]
-        return masters
-
-    @property
-    def base(self) -> Any:
-        """The wrapped optimizer's state dict; in an elastic checkpoint a list of states."""
-        return self.content["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+        # The master weights, by group, at stage 3 by sub-group.
+        self.masters: list[SavedTensor] = states[name]
+        # The wrapped optimizer's state dict; in an elastic checkpoint a list of states.
+        self.base: Any = states["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
@@ -76,30 +67,13 @@ class RankStates:
 
     def moments(self, group: int) -> dict[str, SavedTensor]:
         """Return the entries of a group's state that have one value for each element."""
-        master = self.masters[group]
-        found = {
-            k: v for k, v in self.states[group].items() if isinstance(v, SavedTensor) and len(v.shape) == 1
+        # At stages 1 and 2 moments have the padding at the end of the buffer, which master weights lack.
+        is_padded = not isinstance(self.base, list) and self.stage < 3 and "zero_stage" in self.content
+        padding = int(self.content["group_paddings"][group]) if is_padded else 0
+        shape = (self.masters[group].numel + padding,)
+        return {
+            k: v for k, v in self.states[group].items() if isinstance(v, SavedTensor) and v.shape == shape
         }
-        if isinstance(self.base, list) or self.stage == 3:
-            return {k: v for k, v in found.items() if v.numel == master.numel}
-        return {k: v for k, v in found.items() if v.numel == master.numel + self._padding(group)}
-
-    def _padding(self, group: int) -> int:
-        """Return the padding at the end of the moments, which the master weights lack, in elements."""
-        if "zero_stage" not in self.content:
-            return 0
-        return int(self.content["group_paddings"][group])
-
-
-def rank_states(path: Path) -> RankStates:
-    """Read an optimizer state file. Raises CheckpointError if it is another file or of experts."""
-    content = load_saved(path)
-    states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
-    if not isinstance(states, Mapping) or "partition_count" not in states:
-        raise CheckpointError(f"{path} is not an optimizer state file of DeepSpeed's ZeRO")
-    if states.get("ds_zero_partition_groups"):
-        raise CheckpointError(f"{path} is of a model with experts, which are not supported")
-    return RankStates(path, states)
 
 
 class ZeroSource(SavedSource):
