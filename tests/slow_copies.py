@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from zero_full.comm.lane import Done
 from zero_full.offload import HostTier
 
 
@@ -45,7 +46,7 @@ class SlowCopier:
     def mark(self) -> None:
         """Nothing is queued."""
 
-    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
+    def copy(self, target: Tensor, source: Tensor, after: None) -> Done:
         """Half of the time passes before the values are read, so that what is written too early shows."""
         began, nap = time.monotonic(), source.nbytes * self.copies.seconds_per_byte / 2
         time.sleep(nap)
@@ -54,6 +55,7 @@ class SlowCopier:
         target.copy_(source)
         time.sleep(nap)
         self.copies.done.append(Copied(self.way, source.nbytes, began, time.monotonic()))
+        return Done()
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
                 raise MemoryError(reason)
         if not memory.knows_state and this_rank() == 0:
             log.warning(UNKNOWN_STATE, type(base).__name__)
-        opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
+        opened = attempt(partial(tier.open, memory.arena, device), topology)
         failing.callback(opened.close)
         in_files: list[tuple[Tier | ParamStore, int]] = []
         in_files += [(param_store, memory.parameters_in_file)] if param_store.can_fail else []

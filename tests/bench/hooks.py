@@ -15,6 +15,7 @@ import zero_full
 from tests.bench import interleave
 from tests.bench.interleave import Series
 from zero_full.comm.lane import InlineLane
+from zero_full.offload import ParamStore
 from zero_full.settings import Gathering
 from zero_full.shard.passes.gather import ParameterGatherer, Site
 
@@ -74,7 +75,7 @@ class Hooked(Alone):
         group_of = {m.param: group for group in self.optimizer.parts.groups for m in group.members}
         sites = [Site(str(n), layer, [group_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
         reducer = self.optimizer.reducer
-        self.gatherer = ParameterGatherer(self.model, sites, InlineLane(), Gathering(), reducer)
+        self.gatherer = ParameterGatherer(self.model, sites, InlineLane(), Gathering(), reducer, ParamStore())
 
 
 ROWS = {"no engine": Plain, "stage 3 alone": Alone, "with hooks on every layer": Hooked}

@@ -107,7 +107,12 @@ def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
     """An early step, noted from when its gradients are there."""
 
     def takes(
-        early: SpeculativeSteps, group: Any, guess: Any, stepper: Any, arrived: Callable[[], Tensor]
+        early: SpeculativeSteps,
+        group: Any,
+        guess: Any,
+        stepper: Any,
+        arrived: Callable[[], Tensor],
+        other: Any,
     ) -> None:
         began = list[float]()
 
@@ -116,8 +121,8 @@ def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
             began.append(time.monotonic())
             return found
 
-        call(early, group, guess, stepper, here)
-        if guess.block is not None:
+        call(early, group, guess, stepper, here, other)
+        if guess.is_made:
             events.seen.append(("early step", began[0], time.monotonic()))
 
     return takes

@@ -37,6 +37,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"offload", "optim"},
     {"comm", "config", "doctor", "precision"},
     {"_compat", "errors", "formatting", "kernels", "layout", "nested"},
+    {"threads"},
 )
 KNOWS_NOTHING_OF = {  # what stands further down and is another matter nevertheless
     "assemble": {"config"},  # it is typed
@@ -188,6 +189,37 @@ def test_no_memory_is_freed_at_a_time_that_depends_on_the_device() -> None:
     assert not [name for name, path in MODULES.items() if "record_stream" in path.read_text()]
 
 
+STARTS_THREADS = {
+    *("Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread", "start_joinable_thread"),
+    *("to_thread", "run_in_executor"),
+}
+WITHOUT_DEVICE = {"zero_full.kernels.builder"}  # its threads wait for compilers, and it must not import torch
+
+
+def starts_of_threads(path: Path) -> Iterator[str]:
+    """Calls, subclasses and aliases by which a file may start a thread: see `zero_full/threads.py`."""
+    for node in ast.walk(tree_of(path)):
+        used: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            used = [node.func]
+        elif isinstance(node, ast.ClassDef):
+            used = node.bases
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            renamed = [alias.name.split(".")[-1] for alias in node.names if alias.asname]
+            used = [ast.Name(name) for name in renamed]
+        for each in used:
+            if (name := ast.unparse(each).split(".")[-1]) in STARTS_THREADS:
+                yield f"{name_of(path)}: {name}"
+
+
+def test_every_thread_of_zero_full_is_made_by_the_helper_that_sets_its_device() -> None:
+    allowed = WITHOUT_DEVICE | {"zero_full.threads"}
+    files = {name: path for name, path in MODULES.items() if name.startswith("zero_full.")}
+    found = {name: [*starts_of_threads(path)] for name, path in files.items()}
+    assert not [text for name in files.keys() - allowed for text in found[name]]
+    assert all(found[name] for name in allowed)  # the search finds those that are there
+
+
 def test_no_drawer_for_odds_and_ends() -> None:
     assert not [path for path in EVERY_FILE if path.stem in ("utils", "helpers", "misc", "common")]
 
@@ -203,6 +235,12 @@ def test_offenders_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "f",
         "f does not say what it returns",
     ]
+    path.with_name("threads.py").write_text(
+        "import threading\nfrom threading import Thread as T\nfrom concurrent import futures\n"
+        "threading.Timer(1, f)\nfutures.ThreadPoolExecutor()\nclass A(threading.Thread): ...\n"
+    )
+    names = [text.partition(": ")[2] for text in starts_of_threads(path.with_name("threads.py"))]
+    assert sorted(names) == ["Thread", "Thread", "ThreadPoolExecutor", "Timer"]
     monkeypatch.setitem(graph(), "a", {"b"})
     monkeypatch.setitem(graph(), "b", {"a"})
     assert circle_from("a", (), set()) == "a -> b -> a"

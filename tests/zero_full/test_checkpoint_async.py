@@ -1,7 +1,9 @@
 """A save that is written beside the next steps: what it saves, who waits, and who hears of its failures."""
 
 import errno
+import gc
 import json
+import mmap
 import os
 import threading
 import time
@@ -28,6 +30,7 @@ from zero_full.checkpoint import complete, latest_tag
 from zero_full.checkpoint.async_save import AsyncSave, StagingBuffer
 from zero_full.checkpoint.disk import FileWriter
 from zero_full.errors import CheckpointError
+from zero_full.offload.arena import Arena
 
 LAYOUTS = [
     *(Layout(world, stage) for world in (1, 2) for stage in (0, 1, 2, 3)),
@@ -141,24 +144,40 @@ class Cuda:
 
 
 def test_memory_that_an_accelerator_copies_to_is_locked_as_long_as_it_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda, room = Cuda(), StagingBuffer()
+    cuda, page = Cuda(), mmap.PAGESIZE
+    buffers = [StagingBuffer()]
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    room._reserve(1000, {"xpu"})
-    assert cuda.locked == {} and room.memory.numel() == 1000
-    for nbytes, kept in [(3000, 3000), (2000, 3000), (5000, 5000)]:
-        room._reserve(nbytes, {"cuda"})
-        assert cuda.locked == {room.memory.data_ptr(): kept} and room.memory.numel() == kept
-    cuda.free = 5999
-    with pytest.raises(CheckpointError, match="6000 bytes"):
-        room._reserve(6000, {"cuda"})
-    assert cuda.locked == {} and room.memory.numel() == 0
-    room._reserve(10, {"cuda"})
-    room.release()
-    assert cuda.locked == {} and room.memory.numel() == 0
-    room._reserve(20, {"cuda"})
-    del room
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def reserved(*sizes: int, device: str = "cuda") -> tuple[int, list[int]]:
+        """Page-locked bytes, and the rooms' sizes; each room is in one registration, for a copy."""
+        (buffer,) = buffers
+        buffer._reserve(list(sizes), {device})
+        for room in (room for room in buffer.rooms if cuda.locked and room.nbytes):
+            begin, end = room.data_ptr(), room.data_ptr() + room.nbytes
+            assert sum(at <= begin and end <= at + size for at, size in cuda.locked.items()) == 1
+        return sum(cuda.locked.values()), [room.nbytes for room in buffer.rooms]
+
+    assert reserved(1000, 24, device="xpu") == (0, [1000, 24])
+    assert reserved(3000, 0, 10) == (page, [3000, 0, 10])
+    before = [room.data_ptr() for room in buffers[0].rooms]
+    assert reserved(3000, 0, 10) == (page, [3000, 0, 10])
+    assert [room.data_ptr() for room in buffers[0].rooms] == before, "the next save takes the same memory"
+    monkeypatch.setattr(Arena.__init__, "__defaults__", (None, page, ""))  # small chunks
+    assert reserved(page, page, 2 * page)[0] == 4 * page and len(cuda.locked) == 3
+    assert not caplog.text
+    cuda.free = page
+    assert reserved(page, 2 * page) == (0, [page, 2 * page]), "not even the first chunk stays locked"
+    assert "the copy of an asynchronous save: 8,192 of 12,288 bytes of host memory cannot be" in caplog.text
+    cuda.free = 10**9
+    assert reserved(10)[0] == page
+    buffers[0].release()
+    assert cuda.locked == {} and buffers[0].rooms == []
+    assert reserved(20)[0] == page
+    buffers.clear()
+    gc.collect()
     assert cuda.locked == {}
 
 
@@ -172,11 +191,11 @@ def in_turn(comm: Any, folder: Path) -> None:
         for tag in ("one", "two"):
             engine.save_checkpoint(folder, tag, asynchronous=True)
             latest.append(latest_tag(folder))
-        room = engine.optimizer.beside.staging.memory
+        arena = engine.optimizer.beside.staging.arena
         engine.save_checkpoint(folder, "three")
         latest += [latest_tag(folder)]
         engine.save_checkpoint(folder, "four", asynchronous=True)
-        assert engine.optimizer.beside.staging.memory is room
+        assert engine.optimizer.beside.staging.arena is arena
         latest += [Path(str(engine.load_checkpoint(folder)[0])).name]
         engine.save_checkpoint(folder, "five", asynchronous=True)
         optimizer = engine.optimizer
@@ -184,7 +203,7 @@ def in_turn(comm: Any, folder: Path) -> None:
         latest += [latest_tag(folder)]
     assert latest == [None, "one", "three", "four", "five"], latest
     assert len(complete(folder)) == 5 and not list(folder.glob("partial-*"))
-    assert optimizer.closed and not optimizer.beside.staging.memory.numel()
+    assert optimizer.closed and not optimizer.beside.staging.rooms
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,6 +1,8 @@
 """What an engine opens: groups of its own where its calls could mix with the user's, and their end."""
 
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zero_full
 from tests.worlds import POOL
+from tests.zero_full.runs import Net, config, data
 from zero_full import Settings, Topology, _compat, assemble
 from zero_full.comm.topology import new_group, ranks_of
 from zero_full.comm.traffic import Traffic
@@ -101,3 +105,69 @@ def test_the_patience_of_a_group_is_that_of_the_devices_backend(kinds: tuple[str
     }
     assert _compat.timeout_of(group) == timedelta(minutes=10)
     assert _compat.timeout_of(TwoBackends("cpu"), torch.device("cuda")) == timedelta(minutes=30)
+
+
+# Torch's own group -----------------------------------------------------------------------------------
+
+CALLS = ("all_gather_object", "all_reduce", "broadcast", "barrier", "all_to_all_single", "batch_isend_irecv")
+CALLS += ("all_gather_into_tensor", "reduce_scatter_tensor", "broadcast_object_list", "all_gather")
+
+
+def calls_of_all_ranks(comm: Any, folder: Path) -> dict[str, set[str]]:
+    """By what a script does: the collectives on torch's group of all ranks. Each opens its communicator."""
+    found: dict[str, set[str]] = {}
+    phase = ""
+
+    def watched(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def noted(*args: Any, **named: Any) -> Any:
+            given = [named.get("group"), *(each for each in args if isinstance(each, dist.ProcessGroup))]
+            given = [each for each in given if each is not None]
+            if not (isinstance(args[0] if args else None, list) and name == "batch_isend_irecv"):
+                if all(each is dist.group.WORLD for each in given):
+                    found.setdefault(phase, set()).add(name)
+            elif any(each.group in (None, dist.group.WORLD) for each in args[0]):
+                found.setdefault(phase, set()).add(name)
+            return call(*args, **named)
+
+        return mock.patch.object(dist, name, noted)
+
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(watched(name))
+        phase = "Init and GatheredParameters"
+        with zero_full.Init():
+            model = Net()
+        for _ in range(2):
+            with zero_full.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+        phase = "initialize"
+        zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
+        keys = config(3, zero_optimization=zero, gradient_clipping=0.1)
+        engine = zero_full.initialize(model=model, config=keys)[0]
+        phase = "synced"
+        assert len([*zero_full.synced(range(2))]) == 2
+        phase = "training"
+        for step in range(2):
+            engine.backward(engine(data(step, 0, comm.rank)))
+            engine.step()
+        phase = "saving and loading"
+        for asynchronous in (False, True):
+            engine.save_checkpoint(folder, f"tag {asynchronous}", asynchronous=asynchronous)
+        engine.load_checkpoint(folder)
+        engine.save_16bit_model(folder / "weights")
+        phase = "the end"
+        engine.destroy()
+    return found
+
+
+def test_torchs_own_group_is_used_where_the_page_of_nccl_says_so(tmp_path: Path) -> None:
+    """NCCL makes a communicator for it at its first collective."""
+    page = (Path(__file__).parents[2] / "site/docs/guide/nccl.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| torch's own group"))
+    for found in POOL.run(calls_of_all_ranks, 2, tmp_path):
+        assert set(found) == {"Init and GatheredParameters", "initialize", "synced"}
+        assert found["initialize"] == {"all_gather_object"} and found["synced"] == {"all_reduce"}
+    assert all(name in row for name in ("`initialize`", "`GatheredParameters`", "`synced`"))

@@ -328,39 +328,109 @@ def test_few_slices_of_the_device_wait_for_their_copies() -> None:
     assert not flow.under_way
 
 
+class Streams:
+    """Streams that are not there: a log of what is queued, and how many of their events have passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.passed = 0  # events of the copiers' streams that the device has reached
+        self.recorded = 0
+        monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(self, str(device)))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream(self, "main"))
+
+
+class FakeStream:
+    """What is asked of torch.Stream."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def record_event(self) -> Any:
+        """An event that has passed when the test says so."""
+        self.streams.log.append(f"mark on {self.name}")
+        self.streams.recorded += self.name != "main"
+        number = self.streams.recorded
+        return SimpleNamespace(query=lambda: number <= self.streams.passed, name=self.name)
+
+    def wait_event(self, event: Any) -> None:
+        self.streams.log.append(f"{self.name} waits for {event.name}")
+
+    def __enter__(self) -> None:
+        self.streams.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.streams.log.append("off")
+
+
+QUEUED = ["on cuda:1", "cuda:1 waits for main", "mark on cuda:1", "off"]  # for one copy
+FAR = torch.device("cuda", 1)
+
+
 def test_an_accelerator_copies_on_a_stream_of_its_own_after_the_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log: list[str] = []
-
-    class Stream:
-        """What is asked of torch.Stream."""
-
-        def __init__(self, name: Any) -> None:
-            self.name = str(name)
-
-        def record_event(self) -> Any:
-            log.append(f"mark on {self.name}")
-            return SimpleNamespace(query=lambda: log.append("looked") or len(log) > 6, name=self.name)
-
-        def wait_event(self, event: Any) -> None:
-            log.append(f"{self.name} waits for {event.name}")
-
-        def __enter__(self) -> None:
-            log.append(f"on {self.name}")
-
-        def __exit__(self, *_: object) -> None:
-            log.append("off")
-
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("main"))
-    down, _ = HostTier().copiers(torch.device("cuda", 1)) or (None, None)
+    streams = Streams(monkeypatch)
+    down, _ = HostTier().copiers(FAR) or (None, None)
     assert down is not None and HostTier().copiers(torch.device("cpu")) is None
-    target = torch.zeros(2)
-    down.copy(target, torch.ones(2), down.mark())
-    assert target.tolist() == [1.0, 1.0]
-    order = ["mark on main", "on cuda:1", "cuda:1 waits for main", "mark on cuda:1", "off"]
-    assert log[:5] == order and set(log[5:]) == {"looked"} and len(log) >= 7
+    target, source = torch.zeros(2), torch.ones(2)
+    kept = weakref.ref(source)
+    pending = down.copy(target, source, down.mark())
+    del source
+    assert target.tolist() == [1.0, 1.0] and streams.log == ["mark on main", *QUEUED]
+    waiting = [threading.Thread(target=pending.wait) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.02)
+    assert all(thread.is_alive() for thread in waiting) and kept() is not None
+    streams.passed = 1
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert kept() is None, "the pending copy keeps memory of the device after its end"
+
+
+def test_a_copy_is_queued_while_the_one_before_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device goes from one to the next: the host need not see the end of the first."""
+    streams = Streams(monkeypatch)
+    copiers = HostTier().copiers(FAR)
+    assert copiers is not None
+    flow = Flow(HostTier().allocate, FAR, copiers, True)
+    slices = [HostGradientSlice(flow, str(number), 4, torch.float32) for number in range(UNDER_WAY + 1)]
+    for number, slice_ in enumerate(slices[:UNDER_WAY], 1):
+        flow.wait_for_turn()
+        slice_.receive(torch.full((4,), float(number)), adds=False, last=True)
+    up = [flow.send_up(torch.zeros(4), torch.ones(4)) for _ in range(4)]
+    deadline = time.monotonic() + 20
+    while streams.log.count("off") < UNDER_WAY + 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert streams.log.count("off") == streams.recorded == UNDER_WAY + 4
+    assert len(flow.under_way) == UNDER_WAY
+    late = threading.Thread(target=flow.wait_for_turn)
+    late.start()
+    late.join(0.05)
+    assert late.is_alive(), "a third slice may be made while two are under way"
+    streams.passed = 10**6
+    late.join(10)
+    for pending in up:
+        pending.wait()
+    assert [slice_.arrived().tolist() for slice_ in slices[:UNDER_WAY]] == [[1.0] * 4, [2.0] * 4]
+    assert [slice_.squared() for slice_ in slices[:UNDER_WAY]] == [4.0, 16.0]
+    flow.close()
+
+
+def test_the_end_of_a_run_waits_for_parameters_that_go_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    copiers = HostTier().copiers(FAR)
+    assert copiers is not None
+    flow = Flow(HostTier().allocate, FAR, copiers, True)
+    flow.send_up(torch.zeros(4), torch.ones(4))
+    closing = threading.Thread(target=flow.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    streams.passed = 1
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -16,12 +16,12 @@ import logging
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_full._compat import run_exit_functions
 from zero_full.checkpoint.failure import joined_messages, message_of
@@ -29,64 +29,53 @@ from zero_full.checkpoint.folder import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
 from zero_full.comm.store_messages import StoreMessages
 from zero_full.errors import CheckpointError
+from zero_full.offload.arena import Arena
 from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.threads import make_thread
 
 log = logging.getLogger("zero_full")
 OUTCOME = "the outcome"
+COPY = "the copy of an asynchronous save"
 LINGER_S = 10.0  # seconds for which a rank keeps its messages available to ranks that have not read them
 
 
 class StagingBuffer:
-    """Host memory for a copy of this rank's data, reused by later saves."""
+    """Host memory for a copy of this rank's data, reused by later saves of tensors of the same sizes.
+
+    For CUDA it is page-locked as in [Note: arena] of `offload/arena.py`, with a warning where that fails.
+    """
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.unpin: Callable[[], object] = lambda: None
+        self.arena, self.rooms = Arena([]), list[Tensor]()  # bytes, one room for each tensor
 
     def copy(self, payload: Payload) -> Payload:
         """Copy the payload's tensors to the host buffer. The result is valid until the next call."""
-        # Wide dtypes first, as in the file, so that every tensor is aligned to its element size.
-        chunks = sorted(payload.chunks, key=lambda chunk: -chunk.values.dtype.itemsize)
+        chunks = payload.chunks
         devices = {chunk.values.device for chunk in chunks if chunk.values.device.type != "cpu"}
-        self._reserve(sum(chunk.values.nbytes for chunk in chunks), {device.type for device in devices})
-        copies, begin = [], 0
-        for chunk in chunks:
-            end = begin + chunk.values.nbytes
-            values = self.memory[begin:end].view(chunk.values.dtype)
+        self._reserve([chunk.values.nbytes for chunk in chunks], {device.type for device in devices})
+        copies = []
+        for chunk, room in zip(chunks, self.rooms, strict=True):
+            values = room.view(chunk.values.dtype)
             values.copy_(chunk.values, non_blocking=True)
             copies.append(replace(chunk, values=values))
-            begin = end
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
         plain_tensors = [tensor.to("cpu", copy=True) for tensor in payload.plain_tensors]
         return replace(payload, chunks=copies, plain_tensors=plain_tensors)
 
-    def _reserve(self, nbytes: int, devices: Collection[str]) -> None:
-        if nbytes <= self.memory.numel():
+    def _reserve(self, sizes: Sequence[int], devices: Collection[str]) -> None:
+        """Make rooms of these sizes in bytes, unless they are there."""
+        if sizes == [room.nbytes for room in self.rooms]:
             return
-        self.release()  # free the old buffer first, to avoid a peak of both
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if "cuda" in devices:
-            self._pin()
-
-    def _pin(self) -> None:
-        """Page-lock the buffer for fast copies by CUDA.
-
-        torch's own pinned memory is rounded up to a power of two, up to twice as much, and is not returned to
-        the system.
-        """
-        cuda, address, nbytes = torch.cuda.cudart(), self.memory.data_ptr(), self.memory.nbytes
-        if int(cuda.cudaHostRegister(address, nbytes, 0)):
-            self.release()
-            raise CheckpointError(
-                f"CUDA cannot page-lock {nbytes} bytes of host memory for the copy. Save without asynchronous"
-            )
-        self.unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)
+        self.release()  # free the old memory first, to avoid a peak of both
+        self.arena = Arena(sizes, torch.cuda.cudart() if "cuda" in devices else None, optional=COPY)
+        rooms = (self.arena.take(size, torch.uint8) for size in sizes)
+        self.rooms = [torch.empty(0, dtype=torch.uint8) if room is None else room for room in rooms]
 
     def release(self) -> None:
-        """Free the host buffer."""
-        self.unpin()  # a finalizer, which later calls ignore
-        self.memory = self.memory[:0].clone()
+        """Free the host memory."""
+        self.arena.close()
+        self.arena, self.rooms = Arena([]), []
 
 
 class AsyncSave:
@@ -98,7 +87,7 @@ class AsyncSave:
         self.failure: CheckpointError | None = None
         self.error_before = getattr(sys, "last_value", None)  # an earlier error of an interactive session
         self.made_in = os.getpid()
-        self.thread = threading.Thread(target=self._run, name="zero_full-save")
+        self.thread = make_thread(self._run, "zero_full-save")
         self.thread.start()
 
     def _check_script(self) -> None:

@@ -7,14 +7,14 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
 from zero_full.errors import CheckpointError
+from zero_full.threads import make_thread, start_threads
 
-MAX_BYTES = 1 << 30  # of a manifest or a rank's JSON file; a larger one is damaged
+MAX_BYTES = 1 << 30  # of a manifest or a rank\'s JSON file; a larger one is damaged
 BLOCK = 1 << 20  # bytes per checksum
 FLUSH_BYTES = 1 << 26  # bytes between two background fsyncs of a file that is being written
 THREADS = 4  # threads that compute checksums
@@ -48,7 +48,8 @@ class FileWriter:
         check_platform()
         self.path = path
         self.size, self.blocks, self.crc = 0, list[int](), 0
-        self.flushed, self.flush, self.failure = 0, Thread(), list[OSError]()
+        self.flushed, self.failure = 0, list[OSError]()
+        self.flush: Thread | None = None  # the thread of the last flush
         with add_context("making a file", path):
             self.descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666)
 
@@ -70,10 +71,13 @@ class FileWriter:
                 self._flush_in_background()
 
     def _flush_in_background(self) -> None:
-        if self.size - self.flushed >= FLUSH_BYTES and not self.flush.is_alive():
-            self.flushed, self.flush = self.size, Thread(target=self._flush)
-            with suppress(RuntimeError):  # no thread can start at interpreter exit: `finish` flushes all
-                self.flush.start()
+        if self.size - self.flushed < FLUSH_BYTES or (self.flush is not None and self.flush.is_alive()):
+            return
+        self.flushed = self.size
+        thread = make_thread(self._flush, "zero_full-flush")
+        with suppress(RuntimeError):  # no thread can start at interpreter exit: `finish` flushes all
+            thread.start()
+            self.flush = thread
 
     def _flush(self) -> None:
         try:
@@ -94,7 +98,7 @@ class FileWriter:
 
     def close(self) -> None:
         """Close the file."""
-        if self.flush.ident is not None:
+        if self.flush is not None:
             self.flush.join()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -201,7 +205,7 @@ class FileReader:
             yield from map(self._checksum, blocks)
             return
         self._open()  # before the threads, which would race to open it
-        with ThreadPoolExecutor(THREADS) as threads:
+        with start_threads(THREADS, "zero_full-checksums") as threads:
             yield from threads.map(self._checksum, blocks)
 
     def _checksum(self, block: int) -> int:

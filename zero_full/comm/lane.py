@@ -7,13 +7,15 @@ makes the current stream wait instead. "Overlap" in this package means a lane ot
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from zero_full.threads import start_threads
 
 Job = Callable[[], None]
 
@@ -144,8 +146,7 @@ class ThreadLane(_HostLane):
     stops_host = True
 
     def __init__(self, name: str = "zero_full-collectives") -> None:
-        # Grad mode is a thread's own: the caller's does not hold on the worker.
-        self.worker = ThreadPoolExecutor(1, name, partial(torch.set_grad_enabled, False))
+        self.worker = start_threads(1, name)
         self.owner_pid = os.getpid()
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
@@ -225,6 +226,11 @@ class _StreamJob:
         for stream in {self.lane.producer(), *self.producers}:
             stream.wait_event(self.event)
         self.kept.clear()
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream of an accelerator on which the caller queues its work; None on a CPU, which has no queue."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 def _wait(later: Any, earlier: Any) -> None:

@@ -26,7 +26,7 @@ import struct
 import tempfile
 import threading
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from zero_full.kernels import load
+from zero_full.threads import start_threads
 
 PAGE = max(4096, mmap.PAGESIZE)
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
@@ -73,7 +74,7 @@ class PythonThreads:
     """Threads in Python, if nothing is compiled. System calls release the GIL."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "zero_full_io")
+        self._pool = start_threads(threads, "zero_full_io")
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
         """Queue the blocks. Each refers to `keep`, because an unreferenced pool still finishes its jobs."""

@@ -3,12 +3,11 @@
 from zero_full.errors import CopyError
 from zero_full.offload.host_device_copies import Flow
 from zero_full.offload.limits import Need, memory_limits, shortage_message
-from zero_full.offload.nvme_state import Block, BlockTier
+from zero_full.offload.nvme_state import BlockTier
 from zero_full.offload.param_store import ParamSlice, ParamStore
 from zero_full.offload.tiers import DeviceTier, HostTier, Offload, Tier
 
 __all__ = [
-    "Block",
     "BlockTier",
     "CopyError",
     "DeviceTier",

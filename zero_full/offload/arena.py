@@ -7,11 +7,16 @@ from one registration to the next, so a chunk ends between two regions. A larger
 torch's own pinned memory is not used: it rounds sizes up to powers of two, and caches freed memory.
 
 A region stays valid while a tensor refers to it. The pages are freed with the last region.
+
+Memory that CUDA cannot page-lock is an error that names the key. Where no step depends on it (`optional`) it
+stays pageable, with a warning. That training goes on after a failed registration has not run on a GPU.
 """
 
+import logging
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +25,7 @@ from torch import Tensor
 
 from zero_full.layout.flat import rounded_up
 
+log = logging.getLogger("zero_full")
 LINE = 64  # bytes: regions begin at multiples of this
 CHUNK = 2**30  # bytes in one registration, unless a single region is larger
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
@@ -50,8 +56,13 @@ class Places:
 class Arena:
     """Host memory divided into regions. See [Note: arena]."""
 
-    def __init__(self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK) -> None:
-        """`sizes`: bytes of the regions. `cudart`: the CUDA runtime that page-locks them; None: pageable."""
+    def __init__(
+        self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK, optional: str = ""
+    ) -> None:
+        """`sizes`: bytes of the regions. `cudart`: the CUDA runtime that page-locks them; None: pageable.
+
+        `optional`: what they are for, in a warning if they cannot be page-locked; "": that is an error.
+        """
         sizes = [size for size in sizes if size]
         places = Places(sizes, chunk)
         self.size = places.size
@@ -67,7 +78,13 @@ class Arena:
         if cudart is not None and self.memory is not None:
             begin = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
             for start, size in places.chunks:
-                _register(cudart, begin + start, size, places.size)
+                if problem := _register(cudart, begin + start, size, places.size):
+                    if not optional:
+                        raise RuntimeError(f'pin_memory: {problem}. Set "pin_memory": false in that section.')
+                    log.warning("%s: %s. It stays pageable, which CUDA copies slower", optional, problem)
+                    self._unlock()
+                    self.locked = 0
+                    break
                 registered.append(begin + start)
                 self.locked += size
 
@@ -92,18 +109,28 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the host cannot allocate {size:,} bytes for offload ({error.strerror}). Use more hosts, or "
-            "lift the limit on memory (ulimit -v)."
+            f"the host cannot allocate {size:,} bytes for offload or an asynchronous save "
+            f"({error.strerror}). Use more hosts, or lift the limit on memory (ulimit -v)."
         ) from error
 
 
-def _register(cudart: Any, pointer: int, size: int, whole: int) -> None:
+def _register(cudart: Any, pointer: int, size: int, whole: int) -> str:
+    """Register a chunk, and return what was wrong, or ""."""
     error = int(cudart.cudaHostRegister(pointer, size, PORTABLE))
-    if error:
-        raise RuntimeError(
-            f"pin_memory: {size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister "
-            f'returned {error}{_memlock_limit()}). Set "pin_memory": false in that section.'
-        )
+    if not error:
+        return ""
+    _clear_last_error()
+    return (
+        f"{size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister returned "
+        f"{error}{_memlock_limit()})"
+    )
+
+
+def _clear_last_error() -> None:
+    """Clear the error that CUDA keeps for this thread: torch would raise it behind its next kernel."""
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):
+            torch.zeros((), device="cuda")
 
 
 def _memlock_limit() -> str:

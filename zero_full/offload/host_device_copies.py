@@ -6,8 +6,13 @@
     on host   the work on these slices: accumulation over micro-batches, and the sum of squares for the norm
     up        slices of parameters, while later parts are still stepped
 
+A thread queues a copy on the device behind an event, and then the next copy at once, so that the device goes
+from one to the next without the host. Whoever needs a copy waits for it. That copies on a GPU follow each
+other without a gap has not been measured.
+
 A slice on the device is kept until its copy is done. There are at most UNDER_WAY such slices; making another
-one waits. If the host's slice has values already, or another dtype, a copy goes through a staging buffer.
+one waits. If the host's slice has values already, or another dtype, a copy goes through a staging buffer. It
+is no region of the arena: on CUDA it is torch's pinned memory, whose size is a power of two.
 
 There is one sum of squares per parameter group, computed when its last gradients are on the host. They are
 added in the order of groups, so bits do not depend on the timing of copies. A slice written since is summed
@@ -45,8 +50,11 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Return an event behind the caller's work on the device so far."""
 
-    def copy(self, target: Tensor, source: Tensor, after: Any) -> None:
-        """Copy when the device has reached the event `after`, and return when the copy is done."""
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Pending:
+        """Begin a copy that waits until the device has reached the event `after`.
+
+        The result keeps both tensors until the copy is done.
+        """
 
 
 class StreamCopier:
@@ -59,16 +67,28 @@ class StreamCopier:
         """Record an event on the caller's stream."""
         return torch.accelerator.current_stream(self.device).record_event()
 
-    def copy(self, target: Tensor, source: Tensor, after: Any) -> None:
-        """Queue the copy, and poll for its end with sleeps in between, so that other threads run."""
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Pending:
+        """Queue the copy behind the event and behind earlier copies. Pageable memory makes this wait."""
         with self.stream:
             self.stream.wait_event(after)
             target.copy_(source, non_blocking=True)
-            done = self.stream.record_event()
+            return _StreamCopy(self.stream.record_event(), (target, source))
+
+
+class _StreamCopy:
+    """A copy in the queue of a stream. Several threads may wait for it."""
+
+    def __init__(self, event: Any, pair: tuple[Tensor, Tensor]) -> None:
+        self.event = event
+        self.pair: tuple[Tensor, Tensor] | None = pair
+
+    def wait(self) -> None:
+        """Poll for the end of the copy with sleeps in between, so that other threads run."""
         nap = NAP_S
-        while not done.query():
+        while not self.event.query():
             time.sleep(nap)
             nap = min(2 * nap, LONG_NAP_S)
+        self.pair = None
 
 
 class Flow:
@@ -89,6 +109,7 @@ class Flow:
         self.going_down, self.on_host, self.going_up = (lane(f"zero_full-{name}") for name in names)
         self.copied = Traffic()  # bytes, by kind and direction
         self.under_way: deque[tuple[Pending, Tensor]] = deque()
+        self.last_up: Pending = Done()  # the last copy of parameters to the device
         self.stages = [_Stage() for _ in range(UNDER_WAY)]
 
     def wait_for_turn(self) -> None:
@@ -107,7 +128,7 @@ class Flow:
 
     def send_down(self, target: Tensor, source: Tensor, after: Pending) -> Pending:
         """Begin a copy of gradients to host memory that is free when the job `after` is done."""
-        pending = self.going_down.submit(_Copy(self.down, target, source, after), [], [])
+        pending = _queue(self.going_down, self.down, target, source, after)
         self.under_way.append((pending, source))
         self.copied.add("gradients down", source.nbytes)
         return pending
@@ -115,12 +136,13 @@ class Flow:
     def fetch(self, target: Tensor, source: Tensor) -> None:
         """Copy parameters from the device to the host, and wait."""
         self.copied.add("parameters down", source.nbytes)
-        self.going_down.submit(_Copy(self.down, target, source, Done()), [], []).wait()
+        _queue(self.going_down, self.down, target, source, Done()).wait()
 
     def send_up(self, target: Tensor, source: Tensor) -> Pending:
         """Begin a copy of parameters to the device."""
         self.copied.add("parameters up", source.nbytes)
-        return self.going_up.submit(_Copy(self.up, target, source, Done()), [], [])
+        self.last_up = _queue(self.going_up, self.up, target, source, Done())
+        return self.last_up
 
     def stage(self, numel: int, dtype: torch.dtype) -> "_Stage":
         """Return the staging buffer of the next copy. They alternate, and all are as large as the largest."""
@@ -138,6 +160,8 @@ class Flow:
     def close(self) -> None:
         """Wait for pending copies, and end the threads."""
         self.wait_for_copies()
+        with suppress(Exception):  # who uses the parameters gets the error
+            self.last_up.wait()
         for lane in (self.going_down, self.on_host, self.going_up):
             lane.close()
 
@@ -155,18 +179,37 @@ class _Stage:
 
 
 class _Copy:
-    """A job of a copy, which drops its tensors when it runs."""
+    """A job that begins a copy, and hands its tensors over to it."""
 
     def __init__(self, copier: Copier, target: Tensor, source: Tensor, after: Pending) -> None:
         self.copier, self.after, self.mark = copier, after, copier.mark()
         self.pair: tuple[Tensor, Tensor] | None = (target, source)
+        self.begun: Pending = Done()
 
     def __call__(self) -> None:
         pair, self.pair = self.pair, None
         assert pair is not None
         with suppress(Exception):  # of another copy: reading its values raises it
             self.after.wait()
-        self.copier.copy(*pair, self.mark)
+        self.begun = self.copier.copy(*pair, self.mark)
+
+
+class _QueuedCopy:
+    """A copy that a lane will begin."""
+
+    def __init__(self, job: Pending, copy: _Copy) -> None:
+        self.job, self.copy = job, copy
+
+    def wait(self) -> None:
+        """Wait until the copy was begun, and until it is done."""
+        self.job.wait()
+        self.copy.begun.wait()
+
+
+def _queue(lane: Lane, copier: Copier, target: Tensor, source: Tensor, after: Pending) -> Pending:
+    """Let a lane begin a copy when the job `after` is done."""
+    copy = _Copy(copier, target, source, after)
+    return _QueuedCopy(lane.submit(copy, [], []), copy)
 
 
 class HostGradientSlice:

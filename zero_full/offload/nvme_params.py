@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Pending, ThreadLane
-from zero_full.kernels.files import PAGE, aligned_empty
-from zero_full.offload.param_store import MemoryFirstStore, ParamSlice, ParamStore
+from zero_full.comm.lane import Pending, ThreadLane, current_stream
+from zero_full.kernels.files import PAGE
+from zero_full.offload.arena import Arena
+from zero_full.offload.param_store import MemoryFirstStore, ParamSlice, ParamStore, Uploads
 from zero_full.offload.spill_file import DAMAGED, NAN_BYTE, SpillFile, page_checksums, whole_pages
 from zero_full.offload.storage import FileStorage
 
@@ -38,6 +39,7 @@ class Buffer:
     """A buffer for a slice that is read or written."""
 
     memory: Tensor
+    arena: Arena  # of this memory
     numel: int  # elements of the slice's dtype
     copied: Any = None  # the event behind a copy to the device
 
@@ -48,11 +50,18 @@ class Buffer:
             self.copied = None
 
 
+def event_behind(device: torch.device) -> Any:
+    """Record an event behind the caller's work on the device; None on a CPU."""
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
+
+
 class BufferPool:
     """A pool of buffers, in use or free for a slice of the same size, with a limit on their elements."""
 
-    def __init__(self, numel: int, pinned: bool) -> None:
-        self.limit, self.pinned = numel, pinned
+    def __init__(self, numel: int, cudart: Any = None) -> None:
+        """`cudart`: the CUDA runtime that page-locks each buffer, at its exact size; None: pageable."""
+        self.limit, self.cudart = numel, cudart
         self.numel = 0
         self.free: list[Buffer] = []
         self.lock = threading.Lock()
@@ -61,17 +70,21 @@ class BufferPool:
         """Take a buffer of `size` bytes; None if that would exceed the limit, unless `exceed`."""
         numel = size // itemsize
         with self.lock:
-            for buffer in self.free:
-                if buffer.memory.numel() == size and buffer.numel == numel:
-                    self.free.remove(buffer)
-                    return buffer
+            sizes = [(buffer.memory.numel(), buffer.numel) for buffer in self.free]
+            if (size, numel) in sizes:
+                return self.free.pop(sizes.index((size, numel)))
             while self.free and self.numel + numel > self.limit:
                 self.numel -= self.free.pop().numel
             if self.numel + numel > self.limit and not exceed:
                 return None
             self.numel += numel
+        arena = Arena([size], self.cudart, optional="a buffer of parameters in a file (offload_param)")
+        if self.cudart is not None and not arena.locked:
+            self.cudart = None  # one warning is enough
         with torch.inference_mode(False):  # it outlives the pass
-            return Buffer(aligned_empty(size, torch.uint8, pin=self.pinned), numel)
+            memory = arena.take(size, torch.uint8)
+        assert memory is not None
+        return Buffer(memory, arena, numel)
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer, which only the copy behind `buffer.copied` may still read."""
@@ -188,16 +201,14 @@ class NvmeParamSlice(ParamSlice):
         self.store.buffers.give(reading.buffer)
         return None
 
-    def copy_to(self, place: Tensor) -> None:
-        """Wait for the read, and copy the values into the gathered buffer."""
+    def copy_to(self, place: Tensor, home: Any = None) -> None:
+        """Wait for the read, and queue a copy into the gathered buffer: see [Note: uploads]."""
         buffer = self._wait_for_read()
         if buffer is None:
             assert self.kept is not None
             place.copy_(self._in(self.kept))
             return
-        place.copy_(self._in(buffer.memory), non_blocking=True)
-        if place.device.type != "cpu":
-            buffer.copied = torch.accelerator.current_stream(place.device).record_event()
+        buffer.copied = self.store.uploads.copy(place, self._in(buffer.memory), home, buffer.copied)
         self.store.buffers.give(buffer)
 
     # A step --------------------------------------------------------------------------------------
@@ -214,7 +225,8 @@ class NvmeParamSlice(ParamSlice):
         if device.type == "cpu":
             self.in_use = buffer
             return self._in(buffer.memory)
-        values = self._in(buffer.memory).to(device)
+        values = self._in(buffer.memory).to(device, non_blocking=True)
+        buffer.copied = event_behind(device)
         self.store.buffers.give(buffer)
         return values
 
@@ -231,12 +243,14 @@ class NvmeParamSlice(ParamSlice):
             buffer = buffer or self.store.buffer_for(self)
             assert buffer is not None
             buffer.synchronize()
-            self._in(buffer.memory).copy_(updated)
+            self._in(buffer.memory).copy_(updated, non_blocking=True)
+            buffer.copied = event_behind(updated.device)
         self.checked_version = version_of(self.at_rest)
         self.writing = self.store.lane.submit(partial(self._write, buffer), [], [])
 
     def _write(self, buffer: Buffer) -> None:
         """Write a slice to the file, or keep it after a failed write. Runs on the lane."""
+        buffer.synchronize()  # the copy of `update`
         try:
             if not self.store.write_error:
                 self.checksums = page_checksums(buffer.memory)
@@ -260,7 +274,7 @@ class NvmeParamStore(FileStorage, MemoryFirstStore):
     ) -> None:
         FileStorage.__init__(self, file, ThreadLane("zero_full-parameters"))
         MemoryFirstStore.__init__(self, memory_numel, in_memory)
-        self.buffers, self.prefetch_numel = buffers, buffers.limit
+        self.buffers, self.prefetch_numel, self.uploads = buffers, buffers.limit, Uploads()
         self.prefetched: set[NvmeParamSlice] = set()  # prefetched and not yet used
 
     def close(self) -> None:

@@ -90,12 +90,12 @@ class BlockTier(HostTier):
         return min(Tier.copied_numel, self.buffer_numel)
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
-        """Return the tier of a run, with its file, buffers and threads."""
-        return OpenNvmeTier(self, self._file())
+        """Return the tier of a run, with its file, buffers and threads, and host memory for copies."""
+        return OpenNvmeTier(self, self._file(), HostTier(self.pin_memory).open(sizes, device))
 
     def param_store(self, device: torch.device) -> ParamStore:
         """The store of parameter slices, with its own file and threads."""
-        buffers = BufferPool(self.buffer_numel, self.pin_memory and device.type != "cpu")
+        buffers = BufferPool(self.buffer_numel, torch.cuda.cudart() if self.locks(device) else None)
         return NvmeParamStore(
             self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).param_store(device)
         )
@@ -183,9 +183,10 @@ class OpenNvmeTier(FileStorage, Tier):
 
     is_offloaded, kind, moves, contents = True, BlockTier.kind, True, "the optimizer's state"
 
-    def __init__(self, choice: BlockTier, file: SpillFile) -> None:
+    def __init__(self, choice: BlockTier, file: SpillFile, host: Tier) -> None:
+        """`host`: the tier of gradients and parameters on their way from and to a device."""
         super().__init__(file, ThreadLane("zero_full-blocks"))
-        self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
+        self.part_numel, self.host = choice.part_numel, host
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
         self.rooms: dict[int, tuple[int, int]] = {}  # by address: first byte in the file, size
@@ -193,6 +194,7 @@ class OpenNvmeTier(FileStorage, Tier):
     def close(self) -> None:
         """End threads and file, and free the buffers."""
         super().close()
+        self.host.close()
         self.buffers.clear()
         self.blocks.clear()
         self.lost = self.lost or FREED

@@ -8,6 +8,11 @@
 writes slices outside a pass (a checkpoint, a load, `GatheredParameters`) does not depend on the storage. A
 gather copies the slice to its place in the gathered buffer, on the lane of the all-gather. After a step the
 optimizer passes the new values to `update`.
+
+[Note: uploads] On an accelerator, copies from host memory into gathered buffers have a stream of their own.
+There a copy waits until the buffer's memory is free, and the all-gather waits for the copy. So the copies of
+units that are prefetched do not wait for the all-gathers of units before them. If masters are on the device,
+a step copies slices in both directions, and the host waits for neither. All of this has not run on a GPU.
 """
 
 import sys
@@ -18,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_full.comm.lane import current_stream
 from zero_full.offload.arena import Arena
 from zero_full.offload.storage import Storage
 
@@ -37,8 +43,11 @@ class ParamSlice:
         """Prefetch the slice for a gather. Returns False if there is no room, which `optional` allows."""
         return True
 
-    def copy_to(self, place: Tensor) -> None:
-        """Copy the values into the gathered buffer, on the lane of the all-gather."""
+    def copy_to(self, place: Tensor, home: Any = None) -> None:
+        """Copy the values into the gathered buffer, on the lane of the all-gather.
+
+        `home`: the stream that the buffer's memory belongs to; None on a CPU.
+        """
         place.copy_(self.values)
 
     def fetch(self, device: torch.device) -> Tensor:
@@ -51,29 +60,80 @@ class ParamSlice:
             self.values.copy_(updated)
 
 
+class Uploads:
+    """The streams of copies into gathered buffers, one for each device. See [Note: uploads]."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, Any] = {}
+
+    def copy(self, place: Tensor, values: Tensor, home: Any, after: Any = None) -> Any:
+        """Queue a copy from host memory, make the current stream wait for it, and return the event behind it.
+
+        `home`: the stream that the memory of `place` belongs to. `after`: an event before the copy, or None.
+        """
+        current = current_stream(place.device)
+        if current is None:
+            place.copy_(values)
+            return None
+        if place.device not in self.streams:
+            self.streams[place.device] = torch.Stream(place.device)
+        stream = self.streams[place.device]
+        stream.wait_stream(current if home is None else home)
+        if after is not None:
+            stream.wait_event(after)
+        with stream:
+            place.copy_(values, non_blocking=True)
+        done = stream.record_event()
+        current.wait_event(done)
+        return done
+
+
 class HostParamSlice(ParamSlice):
-    """A slice in host memory, which is copied to the device without waiting for it."""
+    """A slice in host memory, which is copied to and from the device without waiting for it."""
 
     is_offloaded, kind = True, "host"
 
-    def __init__(self, values: Tensor, arena: Arena) -> None:
+    def __init__(self, values: Tensor, arena: Arena, uploads: Uploads) -> None:
         """`arena`: the memory of `values`."""
-        self.at_rest, self.arena = values, arena
+        self.at_rest, self.arena, self.uploads = values, arena, uploads
         self.copied: Any = None  # the event behind the last copy, which may be pending
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
-        """The slice at rest, once the last copy from it is done."""
+        """The slice at rest, once the last copy from or to it is done."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
         return self.at_rest
 
-    def copy_to(self, place: Tensor) -> None:
-        """Queue the copy on the current stream."""
-        place.copy_(self.at_rest, non_blocking=True)
-        if place.device.type != "cpu":
-            self.copied = torch.accelerator.current_stream(place.device).record_event()
+    def copy_to(self, place: Tensor, home: Any = None) -> None:
+        """Queue the copy on the stream of uploads, behind the last copy."""
+        self.copied = self.uploads.copy(place, self.at_rest, home, self.copied)
+
+    def fetch(self, device: torch.device) -> Tensor:
+        """The values on the device where they are stepped, by a copy on the current stream."""
+        stream = current_stream(device)
+        if stream is None:
+            return self.values.to(device)
+        self._follow(stream)
+        fetched = self.at_rest.to(device, non_blocking=True, copy=True)
+        self.copied = stream.record_event()
+        return fetched
+
+    def update(self, updated: Tensor) -> None:
+        """Store the values after a step, from a device by a copy on the current stream."""
+        stream = current_stream(updated.device)
+        if stream is None:
+            super().update(updated)
+            return
+        self._follow(stream)
+        self.at_rest.copy_(updated, non_blocking=True)
+        self.copied = stream.record_event()
+
+    def _follow(self, stream: Any) -> None:
+        """Make a stream wait for the last copy."""
+        if self.copied is not None:
+            stream.wait_event(self.copied)
 
 
 class ParamStore(Storage):
@@ -133,7 +193,7 @@ class HostParamStore(ParamStore):
 
     def __init__(self, cudart: Any = None) -> None:
         """`cudart`: the CUDA runtime that page-locks each slice, at its exact size; None: pageable."""
-        self.cudart = cudart
+        self.cudart, self.uploads = cudart, Uploads()
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
@@ -151,7 +211,7 @@ class HostParamStore(ParamStore):
         arena = Arena([numel * dtype.itemsize], self.cudart)
         self.arenas.add(arena)
         values = arena.take(numel, dtype)
-        return HostParamSlice(torch.zeros(0, dtype=dtype) if values is None else values, arena)
+        return HostParamSlice(torch.zeros(0, dtype=dtype) if values is None else values, arena, self.uploads)
 
     def close(self) -> None:
         """End the page-locking. Slices stay valid while they are referenced."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of
-from zero_full.comm.lane import InlineLane
+from zero_full.comm.lane import Done, InlineLane, Pending
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, Flow, HostTier, ParamSlice, ParamStore, Tier
 from zero_full.offload.arena import Places
@@ -109,8 +109,9 @@ class FakeCopier:
     def mark(self) -> None:
         """Do nothing: no copy is queued."""
 
-    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
+    def copy(self, target: Tensor, source: Tensor, after: None) -> Pending:
         """Do nothing: the tensors have no values."""
+        return Done()
 
 
 class FakeSlice(ParamSlice):
@@ -172,7 +173,7 @@ class FakeFileParamStore(MemoryFirstStore):
                 return False
             self.cancel_prefetches()
         self.used.append(slice_)
-        self.buffers = max(self.buffers, sum(each.room + PAGE for each in self.used))
+        self.buffers = max(self.buffers, sum(each.room for each in self.used))
         return True
 
     def cancel_prefetches(self) -> None:
@@ -203,7 +204,7 @@ class FakeFileSlice(FakeSlice):
             self.param_store.ahead.remove(self)
         return True
 
-    def copy_to(self, place: Tensor) -> None:
+    def copy_to(self, place: Tensor, home: Any = None) -> None:
         """Read the slice, copy it, and release the buffer."""
         self._read()
         self.param_store.used.remove(self)

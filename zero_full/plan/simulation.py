@@ -159,9 +159,9 @@ class Simulation:
         """Count the host memory that only the drafts show, and open the tier without its checks."""
         memory, tier = host_memory(base, dealer, drafts, self.planned), dealer.settings.tier
         self.pinned = self.aside = 0  # bytes of host memory: page-locked, and gradients of a delayed update
-        self.early = memory.early
+        self.early = sum(memory.early_rooms) + memory.early
         if isinstance(tier, HostTier) and tier.locks(self.planned):
-            self.pinned = Places([*memory.rooms, *memory.passing]).size
+            self.pinned = Places(memory.arena).size
         if tier.delay_after is not None:
             aside = Sizes(base, dealer, self.planned).aside
             self.aside = sum(aside(draft) for draft in drafts.offloaded if not draft.kind.asleep)

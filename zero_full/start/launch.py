@@ -13,7 +13,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -313,8 +312,10 @@ def _tear_down() -> None:
     """Destroy the process group at exit, with a time limit after an uncaught exception."""
     import torch.distributed as dist
 
+    from zero_full.threads import make_thread
+
     if dist.is_initialized():
-        destroying = threading.Thread(target=_destroy, daemon=True)
+        destroying = make_thread(_destroy, "zero_full-destroy", daemon=True)
         destroying.start()
         # Destroying may wait for collectives that never end, if this rank has raised in the middle of one.
         failed = hasattr(sys, "last_value")  # set by an uncaught exception

@@ -14,7 +14,7 @@ all-gathers within the node, without messages between nodes.
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -256,10 +256,11 @@ class FlatParameters:
         return adopted
 
     @torch.no_grad()
-    def collect(self) -> None:
+    def collect(self, home: Any = None) -> None:
         """All-gather the ranks' slices into the buffer, and wait. Every rank must call this.
 
-        With a node copy it gathers within the node only.
+        With a node copy it gathers within the node only. `home`: the stream that the buffer's memory belongs
+        to, if the current one is a lane's.
         """
         # All ranks make and drop node copies at the same places, or they would enter different collectives.
         if self.node is not None and self.node_copy is not None:
@@ -267,7 +268,7 @@ class FlatParameters:
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
-            self.slice.copy_to(self.ranks.slice_of(self.full))
+            self.slice.copy_to(self.ranks.slice_of(self.full), home)
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
         self.gather_slices(full, f"parameters {self.name}")
 
@@ -294,7 +295,7 @@ class FlatParameters:
         if self.slice.is_offloaded and not used:
             self.slice.start_read()
         try:
-            self.pending = lane.submit(self.collect, used, [self.home])
+            self.pending = lane.submit(partial(self.collect, self.home), used, [self.home])
         except BaseException:
             self.full.untyped_storage().resize_(0)
             raise

@@ -4,19 +4,20 @@
 of a slice depends on other gradients in two ways only: whether all are finite, and whether their norm is
 clipped. So the host steps the slice during backward, on the guess that they are finite and not clipped. The
 results go to other memory. Once the norm is known there are two cases. If the guess was right, this memory
-replaces the slice's own, which becomes the spare for another slice. Otherwise it is dropped, and the slice is
-stepped as usual. Nothing has to be rolled back, so the result is equal bit for bit.
+and the slice's own swap roles. Otherwise the results are dropped, and the slice is stepped as usual. Nothing
+has to be rolled back, so the result is equal bit for bit.
 
-A slice needs two blocks of memory for life, its current one and the one for its next step, and they swap
-roles. If the limit allows fewer than two for every slice, slices get a second one in the order of their
-gradients until the limit is reached. The others are stepped in `update`.
+So a slice has all of its memory twice, for life: master, optimizer state, and the copy of the parameters that
+is sent to the device. The tier allocates both masters and both copies, in the arena and therefore page-locked
+if wanted, because either may be sent. If the limit does not allow two for every slice, slices get them in the
+order of their gradients until it is reached. The others are stepped in `update`.
 
 A guess is right if the step has the same factor and group options and includes all of the slice's parameters.
 Also, user code must not have written to gradients, masters, state or parameters in the meantime.
 """
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -29,8 +30,6 @@ from torch.optim import Optimizer
 
 from zero_full._compat import version_of
 from zero_full.comm.lane import Done, Pending, ThreadLane
-from zero_full.kernels.files import aligned_empty
-from zero_full.offload import Block
 from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -52,8 +51,7 @@ class SpeculativeStep:
     gradients: Tensor
     pending: Pending = field(default_factory=Done)  # the job
     seen: list[int] = field(default_factory=list)  # versions and addresses of its inputs, see `_versions`
-    block: Block | None = None  # layout of the results in `memory`; None: the step was not made
-    memory: Tensor | None = None  # the results: master, state and parameter copy
+    is_made: bool = False  # the results are complete
     before: list[dict[str, Any]] = field(default_factory=list)  # scalar state (`step`) at its beginning
     numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)  # scalar state at its end
 
@@ -68,24 +66,21 @@ class SpeculativeSteps:
         self.optimizer, self.tensors_of, self.most = optimizer, tensors_of, most
         self.lane = ThreadLane("zero_full-early-steps")
         self.guesses: dict[TrainedGroup, SpeculativeStep] = {}
-        self.spares: list[Tensor] = []  # blocks that no slice uses now
-        self.places: dict[TrainedGroup, Tensor] = {}  # the current block of a slice, once it was swapped
-        self.sizes: dict[TrainedGroup, int] = {}  # bytes of a block, for slices that may have two
+        # The other memory of each slice that has some, for the tensors of `_own`.
+        self.others: dict[TrainedGroup, list[Tensor]] = {}
         self.has_warned = False  # the warning was logged
         self.stops = False  # jobs that have not begun return at once
         self.right = self.wrong = 0  # numbers of guesses
 
     def held(self) -> list[Tensor]:
-        """Return blocks of memory that hold no slice's current values."""
-        return [*self.spares, *(g.memory for g in list(self.guesses.values()) if g.memory is not None)]
+        """Return the memory that holds no slice's current values."""
+        return [tensor for other in list(self.others.values()) for tensor in other]
 
     def close(self) -> None:
         """Drop pending guesses, end the thread and free memory."""
         self.drop()
         self.lane.close()
-        self.spares.clear()
-        self.places.clear()
-        self.sizes.clear()
+        self.others.clear()
 
     # Guessing ------------------------------------------------------------------------------------
 
@@ -96,15 +91,23 @@ class SpeculativeSteps:
         has_state = all(self.optimizer.state.get(piece.master) for piece in group.master.pieces.values())
         if down is None or not (stepper.is_alone and stepper.fuses and group.master.pieces and has_state):
             return
+        other = self._other(group)
+        if other is None:
+            return
         options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(group)]
         guess = self.guesses[group] = SpeculativeStep(stepper, factor, options, down.memory)
-        take = partial(self._take, group, guess, stepper.with_these_options(), down.arrived)
+        take = partial(self._take, group, guess, stepper.with_these_options(), down.arrived, other)
         guess.pending = self.lane.submit(take, [], [])
 
     def _take(
-        self, group: TrainedGroup, guess: SpeculativeStep, stepper: Stepper, arrived: Callable[[], Tensor]
+        self,
+        group: TrainedGroup,
+        guess: SpeculativeStep,
+        stepper: Stepper,
+        arrived: Callable[[], Tensor],
+        other: Sequence[Tensor],
     ) -> None:
-        """Step the slice into other memory; runs on the lane.
+        """Step the slice into its other memory; runs on the lane.
 
         `stepper` has the group options of the guess: user code may change them at the same time.
         """
@@ -112,44 +115,57 @@ class SpeculativeSteps:
             return
         with torch.no_grad():
             gradients = arrived()
-            tensors = self._tensors(group)
             # Before anything is copied: a write by user code from here on makes the guess wrong.
-            guess.seen = _versions(gradients, tensors)
+            guess.seen = _versions(gradients, self._tensors(group))
             guess.before = self._numbers(group)
-            block = Block(tensors, None)
-            memory = self._memory(group, block.padded_size)
-            if memory is None:
+            own = self._own(group)
+            if list(map(_kind, own)) != list(
+                map(_kind, other)
+            ):  # user code has replaced tensors of the state
                 return
-            guess.memory = memory
-            windows = block.windows(tensors, memory, copy=True)
-            pieces = self._pieces(group, gradients, dict(zip(map(id, tensors), windows, strict=True)))
+            for there, tensor in zip(other, own, strict=True):
+                there.copy_(tensor)
+            pieces = self._pieces(group, gradients, dict(zip(map(id, own), other, strict=True)))
             stepper.step(list(pieces.values()), guess.factor, Peers())
             guess.numbers = {member: _numbers(piece.state) for member, piece in pieces.items()}
-            guess.block = block  # last: it marks the step as complete
+            guess.is_made = True  # last
 
     def _tensors(self, group: TrainedGroup) -> list[Tensor]:
+        """List the tensors that a step changes, with the masters of single parameters."""
         sent = [group.master.sent] if group.master.sent is not group.master.values else []
         return [*self.tensors_of(group), *sent]
+
+    def _own(self, group: TrainedGroup) -> list[Tensor]:
+        """List those with memory of their own: the slice's master first, and last what is sent."""
+        views = {id(piece.master) for piece in group.master.pieces.values()}
+        return [tensor for tensor in self._tensors(group) if id(tensor) not in views]
 
     def _numbers(self, group: TrainedGroup) -> list[dict[str, Any]]:
         """Return copies of the scalar state (such as `step`) of the slice's pieces."""
         states = (self.optimizer.state[piece.master] for piece in group.master.pieces.values())
         return [_comparable(_numbers(state)) for state in states]
 
-    def _memory(self, group: TrainedGroup, size: int) -> Tensor | None:
-        """Take a spare block or allocate one; None if the limit does not allow it."""
-        if self.most is not None and not self._allows(group, size, self.most):
+    def _other(self, group: TrainedGroup) -> list[Tensor] | None:
+        """Return the slice's other memory, made in its first step; None if the limit does not allow it."""
+        own = self._own(group)
+        other = self.others.get(group)
+        if other is not None and list(map(_kind, own)) == list(map(_kind, other)):
+            return other
+        if self.most is not None and not self._allows(group, _bytes_of(own), self.most):
             return None
-        for place, spare in enumerate(self.spares):
-            if spare.numel() == size:
-                return self.spares.pop(place)
-        return aligned_empty(size, torch.uint8)
+        master = group.master
+        self.others[group] = other = [
+            master.tier.allocate(tensor.numel(), tensor.dtype, group.parameters.kind.device)
+            if tensor is master.values or tensor is master.sent
+            else torch.empty_like(tensor)
+            for tensor in own
+        ]
+        return other
 
     def _allows(self, group: TrainedGroup, size: int, most: int) -> bool:
-        """Return whether the slice may have two blocks of memory. Once allowed, it stays allowed."""
-        others = sum(other for slice_, other in self.sizes.items() if slice_ is not group)
+        """Return whether the slice may have its memory twice. Once allowed, it stays allowed."""
+        others = sum(_bytes_of(other) for slice_, other in self.others.items() if slice_ is not group)
         if 2 * (others + size) <= most:
-            self.sizes[group] = size
             return True
         if 2 * size > most and not self.has_warned:
             self.has_warned = True
@@ -159,8 +175,8 @@ class SpeculativeSteps:
     def _pieces(
         self, group: TrainedGroup, gradients: Tensor, there: Mapping[int, Tensor]
     ) -> dict[Member, Piece]:
-        """Make the slice's pieces from the other memory. `there`: its windows, by the id of the tensor."""
-        made = {}
+        """Make the slice's pieces from its other memory, which `there` has by the id of the own tensor."""
+        made, values = {}, there[id(group.master.values)]
         for member, piece in group.master.pieces.items():
             known = self.optimizer.state[piece.master]
             state = {key: there.get(id(value), _copy(value)) for key, value in known.items()}
@@ -170,7 +186,8 @@ class SpeculativeSteps:
                 else None
             )
             gradient = group.parameters.piece_of(gradients, member)
-            master = there[id(piece.master)]
+            master = group.parameters.piece_of(values, member)
+            assert master is not None
             made[member] = replace(piece, master=master, gradient=gradient, copy=copy, state=state)
         return made
 
@@ -188,19 +205,24 @@ class SpeculativeSteps:
         with suppress(Exception):  # the ordinary step that follows will raise the same error
             guess.pending.wait()
         if not self._was_right(group, guess, stepper, used, factor):
-            self._recycle(guess.memory)
-            self.wrong += guess.block is not None
+            self.wrong += guess.is_made
             return False
-        assert guess.block is not None and guess.memory is not None
-        guess.block.put(self._tensors(group), guess.memory)
+        self._swap(group)
         group.master.copies = group.master.sent if group.master.has_copies else None
-        # The slice's tensors have moved to the new block, so the old one is free for another slice.
-        self._recycle(self.places.get(group))
-        self.places[group] = guess.memory
         for member, numbers in guess.numbers.items():
             _restore(self.optimizer.state[group.master.pieces[member].master], numbers)
         self.right += 1
         return True
+
+    def _swap(self, group: TrainedGroup) -> None:
+        """Make the results the slice's own, and its own memory the other one."""
+        other, values = self.others[group], group.master.values
+        for place, tensor in enumerate(self._own(group)):
+            tensor.data, other[place] = other[place], tensor.data
+        for member, piece in group.master.pieces.items():
+            view = group.parameters.piece_of(values, member)
+            assert view is not None
+            piece.master.data = view
 
     def _was_right(
         self,
@@ -211,7 +233,7 @@ class SpeculativeSteps:
         factor: float,
     ) -> bool:
         """Return whether the step is the one that was guessed, and none of its inputs was written."""
-        if guess.block is None or (guess.stepper, guess.factor) != (stepper, factor):
+        if not guess.is_made or (guess.stepper, guess.factor) != (stepper, factor):
             return False
         options = [self.optimizer.param_groups[number] for number in _groups_of(group)]
         gradients, members = group.gradients.averaged_slice(), group.master.pieces
@@ -223,16 +245,11 @@ class SpeculativeSteps:
             and _versions(guess.gradients, self._tensors(group)) == guess.seen
         )
 
-    def _recycle(self, memory: Tensor | None) -> None:
-        if memory is not None:
-            self.spares.append(memory)
-
     def _drop(self, group: TrainedGroup) -> None:
         guess = self.guesses.pop(group, None)
         if guess is not None:
             with suppress(Exception):
                 guess.pending.wait()
-            self._recycle(guess.memory)
 
     def drop(self) -> None:
         """Drop all speculative steps, after waiting for their jobs. The next pass may begin new ones."""
@@ -240,6 +257,14 @@ class SpeculativeSteps:
         for group in list(self.guesses):
             self._drop(group)
         self.stops = False
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def _groups_of(group: TrainedGroup) -> list[int]:
