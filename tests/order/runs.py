@@ -39,6 +39,7 @@ class Case:
     drive: Drive = one_step
     steps: int = 3
     depth: int = DEPTH
+    optimizer: Callable[[Any], Any] | None = None  # a user's own, of the parameters
 
     def config(self, overlap: bool) -> dict[str, Any]:
         """Its configuration: a bucket for each layer, and at stage 3 nothing is kept."""
@@ -64,9 +65,13 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
     recorder = Recorder()
     with on_an_accelerator(recorder, lane):
         topology = Topology(data=FakeGroup(range(case.ranks), case.me))
+        model, keys = Model(case.kind, case.me, recorder, case.depth), case.config(overlap)
+        if case.optimizer is not None:
+            del keys["optimizer"]
         engine, optimizer, _, _ = zero_full.initialize(
-            model=Model(case.kind, case.me, recorder, case.depth),
-            config=case.config(overlap),
+            model=model,
+            optimizer=None if case.optimizer is None else case.optimizer(model.parameters()),
+            config=keys,
             topology=topology,
             dist_init_required=False,
         )

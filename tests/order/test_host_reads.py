@@ -1,10 +1,12 @@
 """How often the host waits for the device in a training step: once, for the numbers that all ranks must know.
 
-`Recorder` notes every value that the host reads, and every exchange of objects, for which it waits, too.
+`Recorder` notes every value that the host reads, every index that it copies from a list, and every exchange
+of objects, for which it waits, too.
 """
 
 import ast
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +16,12 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.order.runs import Case, recorded
+from tests.order.runs import Case, one_step, recorded
+from tests.slow_copies import slow_copies
 from zero_full.flight.rank_files import folder_of
+from zero_full.offload import HostTier
+from zero_full.offload.param_store import HostParamStore, ParamStore
+from zero_full.optim.step import Peers, Piece
 from zero_full.shard.step.agreement import numbers_on
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -58,6 +64,135 @@ def test_an_overflow_costs_two_more_whatever_the_number_of_parameters(depth: int
     for stage in range(4):
         found = reads(Case(stage, keys=OVERFLOWING, depth=depth))
         assert found == {"_add_up": 1, "_look_here": 1, "gather_objects": 1}
+
+
+# Every rule and every tier -----------------------------------------------------------------------
+
+
+def counted(engine: zero_full.Engine, step: int) -> None:
+    """A step, and a value that is read behind it, so that steps can be told apart."""
+    one_step(engine, step)
+    torch.ones(()).item()
+
+
+def reads_of_each_step(case: Case) -> list[dict[str, int]]:
+    """How often in each step, by the function that reads. With a host tier, as for a model on a device."""
+
+    def param_store(tier: HostTier, device: torch.device) -> ParamStore:
+        return HostParamStore()
+
+    with slow_copies(), mock.patch.object(HostTier, "param_store", param_store):
+        items = recorded(case).items
+    steps = [Counter[str]()]
+    for place in [item.stack[0].split()[-1] for item in items if item.kind == "read"]:
+        if place == "counted":
+            steps.append(Counter())
+        else:
+            steps[-1][place] += 1
+    return list(map(dict, steps[:-1]))
+
+
+class Normalized(torch.optim.SGD):
+    """A user's own: every tensor moves by lr along its gradient, whose norm becomes 1."""
+
+    def zero_full_stepper(self) -> zero_full.Stepper:
+        """Its rule."""
+        return NormalizedStep(self)
+
+
+class NormalizedStep(zero_full.Stepper):
+    """Its update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Without reading the norms."""
+        gradients = [piece.gradient for piece in pieces if piece.gradient is not None]
+        squares = torch.stack([gradient.double().square().sum() for gradient in gradients])[:, None]
+        for row, piece, gradient in zip(peers.add_up(pieces, squares), pieces, gradients, strict=True):
+            lr = self.optimizer.param_groups[piece.group]["lr"]
+            piece.master.addcdiv_(gradient, row.sqrt().to(piece.master.dtype), value=-lr)
+
+
+BF16 = PRECISIONS["bf16"]
+RULES = ("Adam", "AdamW", "SGD", "Lion", "Lamb", "Muon", "a user's")
+HOST = {"device": "cpu"}
+TIERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "host": {"offload_optimizer": HOST},
+    "half": {"offload_optimizer": {**HOST, "ratio": 0.5}},
+    "super_offload": {"offload_optimizer": {**HOST, "super_offload": True}},
+    "NVMe": {"offload_optimizer": {"device": "nvme"}},
+    "parameters": {"offload_optimizer": HOST, "offload_param": HOST},
+    "parameters on NVMe": {"offload_param": {"device": "nvme", "max_in_cpu": 0}},
+}
+# Where something may fail on one rank within a step, all ranks ask for it in a second exchange.
+MAY_FAIL = {"none": 0, "NVMe": 2}
+
+
+def case_of(rule: str, stage: int, steps: int = STEPS, **zero: Any) -> Case:
+    """Training in bf16, clipped, by a rule."""
+    keys = {**BF16, "gradient_clipping": 0.1}
+    if rule == "a user's":
+        own = {"optimizer": lambda params: Normalized(params, lr=0.01)}
+        return Case(stage, keys=keys, zero=zero, drive=counted, steps=steps, **own)
+    params = {"lr": 0.01, **OPTIONS.get(rule, {})}
+    keys["optimizer"] = {"type": rule, "params": params}
+    return Case(stage, keys=keys, zero=zero, drive=counted, steps=steps)
+
+
+WALKS = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "OneBitAdam": {"freeze_step": 2},
+    "OneBitLamb": {"freeze_step": 2},
+    "ZeroOneAdam": WALKS,
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_of_every_rule_on_every_tier(rule: str, tier: str, stage: int, tmp_path: Path) -> None:
+    zero = {key: dict(section) for key, section in TIERS[tier].items()}
+    for section in zero.values():
+        if section["device"] == "nvme":
+            section["nvme_path"] = str(tmp_path)
+    asks = MAY_FAIL.get(tier, 1)
+    steady = {"_add_up": 1} | ({"gather_messages": asks} if asks else {})
+    case = case_of(rule, 3 if "offload_param" in zero else stage, **zero)
+    first, *rest = reads_of_each_step(case)
+    assert rest == [steady] * (STEPS - 1)
+    assert {**first, "_rounds_to": 0} == {**steady, "_rounds_to": 0}  # that one is the CPU's
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_whose_update_is_delayed(stage: int) -> None:
+    zero = {"offload_optimizer": {**HOST, "delay_update_after": 1}}
+    *_, second, third, fourth = reads_of_each_step(case_of("AdamW", stage, 4, **zero))
+    assert second == {"_add_up": 1}  # begins one, and completes none
+    assert third == fourth == {"_add_up": 1, "written": 1, "gather_messages": 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "stage", "averages"),
+    [
+        ("OneBitAdam", 0, {"_raise_if_not_finite": 1}),
+        ("OneBitLamb", 0, {"_raise_if_not_finite": 1, "_read": 1}),
+        ("ZeroOneAdam", 0, {"_raise_if_not_finite": 1}),
+        ("ZeroOneAdam", 1, {"_raise_if_not_finite": 1}),
+    ],
+)
+def test_a_step_of_a_rule_that_averages_itself(rule: str, stage: int, averages: dict[str, int]) -> None:
+    """The second answer is of the average: whether all that was sent is finite."""
+    steps = reads_of_each_step(case_of(rule, stage, 6))
+    local = [{"_add_up": 1}] if rule == "ZeroOneAdam" else []
+    assert steps[1] == {"_add_up": 1} | ({"read": 1} if rule == "OneBitLamb" else {})
+    for found in steps[3:]:
+        assert found == {"_add_up": 1, **averages} or found in local
+    assert local == [] or local[0] in steps[3:]
 
 
 def copies_of_python_numbers(path: Path) -> list[str]:

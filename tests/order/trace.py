@@ -40,6 +40,7 @@ MAKES = {  # and writes nothing there
     torch.ops.aten.new_empty.default,
 }
 WITHOUT_ACCESS = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+INDEXING = {Tensor.__getitem__, Tensor.__setitem__}  # by a list, which the host copies, and waits
 TO_THE_HOST = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # on a CPU no operation tells of these
 
 
@@ -290,10 +291,14 @@ class _ToTheHost(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in TO_THE_HOST:
+        if func in TO_THE_HOST or (func in INDEXING and _has_list(args[1])):
             with torch._C.DisableTorchFunction():
                 self.recorder.host_reads(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _has_list(index: Any) -> bool:
+    return any(isinstance(each, list) for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Access]:

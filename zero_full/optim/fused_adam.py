@@ -67,7 +67,7 @@ def warn_if_second_moments_stall(base: Optimizer, dtypes: Dtypes) -> None:
 class FusedAdam(Stepper):
     """Steps pieces by the fused operator, in the place of a torch Adam or AdamW."""
 
-    fuses = is_alone = True
+    fuses = adopts = is_alone = True
     takes_parts: bool = True
     is_apart: bool = False
 

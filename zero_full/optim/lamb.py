@@ -15,7 +15,6 @@ from zero_full.optim.step import (
     Piece,
     Stepper,
     Totals,
-    adopt_copy,
     by_kind,
     moments_of,
     operators_for,
@@ -134,8 +133,6 @@ class LambStep(Stepper):
 
     def _first_half(self, pieces: Sequence[Piece], factor: float) -> Tensor:
         group = self._group(pieces)
-        for piece in pieces:
-            adopt_copy(piece)
         states = moments_of(pieces, torch.promote_types(pieces[0].master.dtype, torch.float32))
         norms: Tensor = operators_for(pieces).lamb_norms(
             [piece.master for piece in pieces],

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zero_full.formatting import shown
 from zero_full.optim.arguments import BELOW_1, arguments_of, at_least, checked_options, finite_number
 from zero_full.optim.fused_adam import fused_step
-from zero_full.optim.step import Peers, Piece, Stepper, Whole, adopt_copy, by_kind, operators_for, step_alone
+from zero_full.optim.step import Peers, Piece, Stepper, Whole, by_kind, operators_for, step_alone
 
 log = logging.getLogger("zero_full")
 NOT_HIDDEN = ("embed", "lm_head")  # parts of the names of matrices that AdamW steps
@@ -192,7 +192,6 @@ class Orthogonal:
     def take(self, piece: Piece, values: Tensor) -> None:
         """Update the piece along its part of the orthogonalized matrix."""
         group, master = self.groups[piece.group], piece.master
-        adopt_copy(piece)
         lr = float(group["lr"])
         master.mul_(1 - lr * group["weight_decay"])
         master.add_(values.view(master.shape), alpha=-lr * _adjustment(group["adjust_lr_fn"], piece.shape))

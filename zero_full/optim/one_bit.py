@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zero_full.comm.compressed import mask_checksum
 from zero_full.formatting import listed, shown
 from zero_full.optim.arguments import arguments_of, at_least, check_fixed, checked_options, flag
-from zero_full.optim.step import Average, Peers, Piece, Stepper, adopt_copy, by_kind, operators_for
+from zero_full.optim.step import Average, Peers, Piece, Stepper, by_kind, operators_for
 
 log = logging.getLogger("zero_full")
 Options = Mapping[str, Any]  # of a parameter group
@@ -444,7 +444,6 @@ def write(piece: Piece, value: Tensor) -> None:
 
 def step_along_momentum(piece: Piece, state: Mapping[str, Any], group: Options, over: Tensor) -> None:
     """Update the piece by its momentum over the denominator `over`, with decoupled weight decay."""
-    adopt_copy(piece)
     value = piece.master.float() * (1 - float(group["lr"]) * group["weight_decay"])
     write(piece, value.addcdiv_(state["exp_avg"], over, value=-step_size(state, group)))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_full.optim.arguments import BELOW_1, arguments_of, finite_number
 from zero_full.optim.lamb import Coefficients, LambStep, check_bounds
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep, Options, root_with_eps, write
-from zero_full.optim.step import Peers, Piece, Stepper, adopt_copy
+from zero_full.optim.step import Peers, Piece, Stepper
 
 FRESH = "exp_avg_sq_fresh"
 State = dict[str, Any]
@@ -160,8 +160,6 @@ class OneBitLambStep(OneBitStep):
     def _step_by_coefficients(self) -> None:
         """Update each parameter by its coefficient. The host reads the norms of all of them at once."""
         stepped, params, coeffs = self._pieces_with_state(), dict(self.piece_params()), []
-        for piece, _ in stepped:
-            adopt_copy(piece)
         measured = _to_host([_ratio_and_norms(p, state, self.group_of(p)) for p, state in stepped])
         for (piece, state), numbers in zip(stepped, measured, strict=True):
             group, value = self.group_of(piece), piece.master.float()

@@ -107,7 +107,7 @@ class Totals(NamedTuple):
 
     params: list[Tensor]
     rows: Tensor
-    places: list[int]  # for each of this rank's pieces, the row of its parameter
+    places: Tensor  # for each of this rank's pieces, the row of its parameter
 
 
 class Average(Protocol):
@@ -134,7 +134,8 @@ class Peers:
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
         """Sum rows of numbers, one for each piece, over all pieces of each parameter."""
-        return Totals([piece.master for piece in pieces], rows, list(range(len(pieces))))
+        places = torch.arange(len(pieces), device=rows.device)
+        return Totals([piece.master for piece in pieces], rows, places)
 
     def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
         """Sum rows of numbers as `totals` does, and return the row of its parameter for each piece."""
@@ -178,10 +179,12 @@ class Stepper:
     Properties such as `takes_parts` may be class attributes of a rule in which they are constant.
     """
 
-    # True: `step` multiplies gradients by its factor, takes them in any dtype, and reads and writes copies.
-    # An element of a copy that is not its rounded master was written by the user: it replaces the master.
+    # True: `step` multiplies gradients by its factor, takes them in any dtype, and writes copies, if any.
     # False: gradients are multiplied before and have the master's dtype, and there are no copies.
     fuses = False
+    # True: an element of a copy that is not its rounded master was written by the user, and `step` lets it
+    # replace the master's. False: the masters have what the user wrote already.
+    adopts = False
     # True: `step` calls no peers, needs no `begin` and `end`, and has no state but the pieces'.
     is_alone = False
     # True: a parameter that has state and gets no gradient is stepped as if its gradient were zero.
@@ -379,10 +382,12 @@ def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Te
     return states
 
 
-def adopt_copy(piece: Piece) -> None:
-    """Update the master with values that the user's code wrote to its copy."""
-    if piece.copy is not None:
-        piece.master.copy_(reference.with_user_writes(piece.master, piece.copy))
+def indices_on(device: torch.device, indices: Sequence[int]) -> Tensor:
+    """Copy indices to the device through pinned memory. Indexing by a list makes the host wait for a copy."""
+    here = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    if device.type in ("cpu", "meta"):
+        return here.to(device)
+    return here.pin_memory().to(device, non_blocking=True)
 
 
 def operators_for(pieces: Sequence[Piece]) -> Any:

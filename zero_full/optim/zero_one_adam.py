@@ -48,7 +48,7 @@ from zero_full.optim.one_bit import (
     variance_correction,
     write,
 )
-from zero_full.optim.step import Peers, Piece, Stepper, adopt_copy
+from zero_full.optim.step import Peers, Piece, Stepper
 
 Corrected = Callable[[Piece], float]  # the bias correction of a piece's variance
 # Keys of state entries and of tensors in checkpoints.
@@ -319,8 +319,6 @@ class ZeroOneAdamStep(OneBitStep):
 
     def _step_locally(self, pieces: Sequence[Piece], factor: float) -> None:
         """Take a local step by this rank's own gradient. The last one of an interval synchronizes instead."""
-        for piece in pieces:
-            adopt_copy(piece)
         momenta = self.newest_momenta(pieces, factor)
         movement, is_last = self.movement or self._new_movement(), self.sync_interval.is_due(self.steps + 1)
         # If the average of the last step fails, nothing has changed.

@@ -145,7 +145,10 @@ class Simulation:
                 group.master.fetch = counting(None)(group.master.fetch)  # type: ignore[method-assign]
         steppers = made.steppers
         stepped_on = {CPU if group.master.tier.is_offloaded else self.planned for group in made.trained}
-        steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, stepped_on))
+        is_compiled = all(map(compiled_for, stepped_on))
+        steppers.fused_adam.compiled_for = lambda device: is_compiled
+        for group in made.trained:
+            group.master.compiled_for = lambda device: is_compiled
         steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank)
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:

@@ -33,7 +33,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Each 32-bit word is mixed with its index by the finalizer of MurmurHash3, and the results are summed. A
     change of one word always changes the sum. A change of several is missed with a probability of 2**-32.
     """
-    words = _words_of(tensor.detach())
+    words = _words_of(tensor.detach(), 4)
     count = min(CHUNK, words.numel())
     places = (torch.arange(count, dtype=torch.int64, device=tensor.device) * MIX[0]).to(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -47,10 +47,32 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def _words_of(tensor: Tensor) -> Tensor:
-    size = tensor.dtype.itemsize
-    whole = tensor.nbytes % 4 == 0 and tensor.storage_offset() * size % 4 == 0
-    return tensor.view(torch.int32 if whole else {1: torch.uint8, 2: torch.int16}[size])
+COLUMNS = 8191  # a prime: no two words of a column are a power of two apart, as rows of a matrix may be
+
+
+def column_sums(tensor: Tensor) -> Tensor:
+    """Sum the tensor's 64-bit words by column of a table that is `COLUMNS` wide, to detect changes.
+
+    It reads the tensor once, in one operation, and needs no memory but for the sums. A change of one word
+    always changes the sums. Changes of several are missed only if they cancel in every column.
+    """
+    words = _words_of(tensor.detach(), 8)
+    whole = words.numel() - words.numel() % COLUMNS
+    if not whole:
+        return words.clone()
+    sums = words[:whole].view(-1, COLUMNS).sum(0)
+    sums[: words.numel() - whole].add_(words[whole:])
+    return sums
+
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+
+
+def _words_of(tensor: Tensor, most: int) -> Tensor:
+    """View the tensor as integers of at most this many bytes, as its size and its place in memory allow."""
+    start = tensor.storage_offset() * tensor.dtype.itemsize
+    fits = (size for size in WORDS if size <= most and tensor.nbytes % size == 0 and start % size == 0)
+    return tensor.view(WORDS[next(fits)])
 
 
 def _wrapped(number: int) -> int:

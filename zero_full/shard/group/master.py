@@ -5,14 +5,22 @@
     pieces   windows into the values, one for each parameter of which this rank owns elements
     tier     the offload tier of the master and of the optimizer's state
     flow     the host-device copies, if the master is on the host and the model on a device. Then `sent` is
-             the host's copy of the parameters' slice, and `on_device` the fingerprint of that slice on the
-             device
+             the host's copy of the parameters' slice
+
+[Note: writes to parameters] User code may write to parameters between steps, and the master adopts what was
+written. Version counters miss writes through `param.data` and NumPy, and to compare each element with its
+rounded master costs more than a step of Adam. So a step notes `published`, the column sums of this rank's
+slice. The next step begins with `compare`, which sums the slice again. The result, `changed`, stays on the
+device, and ranks add it to the vector that they exchange before a step anyway. Only if the slice of some rank
+has changed does each rank look which of its groups have, and compare their elements.
+
+The compiled operator of Adam reads the old parameters where it writes the new ones, and compares them itself.
 
 Saving and loading are in `contents/state.py`.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -23,11 +31,12 @@ from torch.nn import Parameter
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending
 from zero_full.errors import CopyError
+from zero_full.kernels.load import compiled_for
 from zero_full.kernels.reference import with_user_writes
 from zero_full.offload import Flow, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
-from zero_full.shard.group.checksum import fingerprint
+from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.gradients import FlatGradients
 from zero_full.shard.group.parameters import FlatParameters, Member
 from zero_full.shard.group.released import OFFLOADED
@@ -49,9 +58,11 @@ class Master:
         self.flow = None if parameters.slice.is_offloaded else flow
         self.dtype = dtypes.master_of(parameters.dtype)
         self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
-        self.on_device: Tensor | None = (
-            None  # fingerprint of the device's slice after the copy; None: unknown
-        )
+        # See [Note: writes to parameters].
+        self.published: Tensor | None = None  # column sums when the slice equalled the master; None: unknown
+        self.changed: Tensor | None = None  # bool on the device: the slice differs; None: not compared
+        self.adopts = False  # the stepper compares parameters with their masters itself
+        self.compiled_for: Callable[[torch.device], bool] = compiled_for
         self.copies: Tensor | None = None  # rounded copies that the stepper writes; during a step only
         # Flat views that user code may have kept, each with the master or state that it is a view of.
         self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
@@ -77,7 +88,7 @@ class Master:
             assert mine is not None
             shape = member.param.shape
             self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
-        self.sent, self.on_device = master, None
+        self.sent, self.published, self.changed = master, None, None
         self.staging: list[Tensor] = []  # host memory of slices that are copied to and from the device
         if self.flow is not None and self.is_separate:
             # Without rounding the master itself is sent, unless it is in a file.
@@ -101,21 +112,22 @@ class Master:
 
     # A step --------------------------------------------------------------------------------------
 
-    def fetch(self, used: Container[Member], fuses: bool) -> list[Piece]:
+    def fetch(self, used: Container[Member], fuses: bool, adopts: bool = False) -> list[Piece]:
         """Return the pieces of the `used` parameters with their gradients, on the device that steps them.
 
-        `fuses`: the stepper takes gradients of any dtype and writes the parameters' rounded copies itself.
+        `fuses`: the stepper takes gradients of any dtype. `adopts`: it compares the parameters' rounded
+        copies with their masters itself.
         """
         parameters = self.parameters
         if fuses and self.gradients.uses_param_grad:
             self.gradients.check_dense()
         self.copies = None
-        if self.flow is not None:  # `adopt_device_writes` has adopted writes of user code when the step began
-            self.copies = self.sent if fuses and self.has_copies else None
-        elif fuses and self.has_copies:
-            self.copies = parameters.slice.fetch(self.values.device)
-        elif self.is_separate:
-            self.follow_parameters()
+        if self._writes_copies(fuses):
+            self.copies = self.sent if self.flow is not None else parameters.slice.fetch(self.values.device)
+        self.adopts = adopts and self.copies is not None
+        # With host-device copies, writes were adopted before the step.
+        if self.flow is None and not self.adopts and self._may_be_written() and self.published is None:
+            self._adopt_slice()
         gradients = None  # None: they are in `param.grad`
         if not self.gradients.uses_param_grad:
             gradients = self.gradients.averaged_slice()
@@ -138,9 +150,13 @@ class Master:
             pieces.append(piece)
         return pieces
 
+    def _writes_copies(self, fuses: bool) -> bool:
+        """Whether the stepper writes rounded parameters: compiled operators do that in the same pass."""
+        return fuses and self.has_copies and self.compiled_for(self.values.device)
+
     def read_ahead(self, fuses: bool) -> bool:
         """Begin to read the slice that `fetch` will need. Returns False if no buffer is free."""
-        return not (fuses and self.has_copies) or self.parameters.slice.start_read(optional=True)
+        return not self._writes_copies(fuses) or self.parameters.slice.start_read(optional=True)
 
     def put_away(self) -> None:
         """Copy the new values to this rank's slice of the parameters, after a step."""
@@ -151,6 +167,9 @@ class Master:
             self._send(self.flow)
         elif self.is_separate:
             self.parameters.slice.update(self.values if self.copies is None else self.copies)
+            self.published = None
+            if not self.adopts and self._may_be_written():
+                self.published = column_sums(self.parameters.shard)
         self.copies = None
 
     # What is shown -------------------------------------------------------------------------------
@@ -178,7 +197,7 @@ class Master:
             return
         if self.sent is not self.values and self.copies is None:  # else the stepper has written `sent`
             self.sent.copy_(self.values)
-        self.on_device, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
+        self.published, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
 
     def settle(self) -> None:
         """Wait for the pending copy to the device. Its error is raised each time, until the next copy."""
@@ -191,7 +210,29 @@ class Master:
                     f"{self.parameters.shard.device} after a step failed: {error}. The model on the device "
                     "is not the trained one. Load a checkpoint"
                 ) from error
-            self.sending, self.on_device = None, fingerprint(self.parameters.shard)
+            self.sending, self.published = None, column_sums(self.parameters.shard)
+
+    # Writes of user code: see [Note: writes to parameters] ---------------------------------------
+
+    def _may_be_written(self) -> bool:
+        """Whether the parameters are a copy of the master that user code can write to at any time."""
+        return self.is_separate and not self.parameters.released_at_rest
+
+    def _differs(self, published: Tensor) -> Tensor:
+        """Whether the slice has changed, as a bool on the device."""
+        return (column_sums(self.parameters.shard) != published).any()
+
+    def compare(self) -> None:
+        """Compare this rank's slice with what was published, without waiting: see `changed`."""
+        self.changed = None
+        if not self.is_separate or self.parameters.shard.is_meta:
+            return
+        if self.flow is not None:
+            self.settle()
+            if self.published is None:
+                self.adopt_device_writes()
+        if self.published is not None:
+            self.changed = self._differs(self.published)
 
     def adopt_device_writes(self) -> None:
         """Copy writes of user code to the device's slice since the last copy to the master."""
@@ -199,16 +240,23 @@ class Master:
         if flow is None or not self.is_separate:
             return
         self.settle()
-        shard = self.parameters.shard
-        # A fingerprint also finds writes that version counters do not show, such as through `param.data`.
-        if self.on_device is not None and bool(fingerprint(shard) == self.on_device):
+        if self.published is not None and not bool(self._differs(self.published)):
             return
-        flow.fetch(self.sent, shard)
+        flow.fetch(self.sent, self.parameters.shard)
         if self.has_copies and not _rounds_to(self.values, self.sent):
             self.values.copy_(with_user_writes(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
             self.values.copy_(self.sent)
-        self.on_device = fingerprint(shard)
+        self.published = column_sums(self.parameters.shard)
+        self.note_versions()
+
+    def _adopt_slice(self) -> None:
+        """Copy elements that user code wrote to the slice into the master."""
+        slice_, master = self.parameters.shard.to(self.values.device), self.values
+        if slice_.dtype == master.dtype:
+            master.copy_(slice_)
+        elif not _rounds_to(master, slice_):  # elements that were not written keep the master's low bits
+            master.copy_(with_user_writes(master, slice_))
         self.note_versions()
 
     # Values --------------------------------------------------------------------------------------
@@ -223,6 +271,7 @@ class Master:
             self.settle()
         elif self.is_separate:
             self.parameters.shard.copy_(self.values)
+            self.published = None
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -267,12 +316,9 @@ class Master:
             return
         if self.flow is not None:
             return self.adopt_device_writes()
-        slice_, master = self.parameters.shard.to(self.values.device), self.values
-        if slice_.dtype == master.dtype:
-            master.copy_(slice_)
-        elif not _rounds_to(master, slice_):  # elements that were not written keep the master's low bits
-            master.copy_(with_user_writes(master, slice_))
-        self.note_versions()
+        if self.published is None or bool(self._differs(self.published)):
+            self._adopt_slice()
+            self.published = None
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Set the values of a parameter and its master. Every rank must do the same."""
@@ -280,7 +326,18 @@ class Master:
         self.parameters.fill(member, value)
         if self.is_separate:
             self.parameters.write(self.values, member, value)
+            self.published = None
         self.note_versions()
+
+
+def adopt_changed(masters: Sequence[Master]) -> None:
+    """Adopt the writes of user code to the slices that have `changed`, before a step. The host reads once."""
+    compared = {master: master.changed for master in masters if master.changed is not None}
+    flags = torch.stack([*compared.values()]).tolist() if compared else []
+    for master, is_changed in zip(compared, flags, strict=True):
+        if is_changed:
+            master.published = None  # so `fetch` compares elements, or, with host-device copies:
+            master.adopt_device_writes()
 
 
 def _rounds_to(master: Tensor, slice_: Tensor) -> bool:

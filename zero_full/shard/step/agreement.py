@@ -9,6 +9,7 @@ One vector is summed over the ranks (all-reduce) and read once by the host. It h
     alarms     ranks that know of failed background work
     late       groups with gradients that arrived after their reduction. They are reduced, then the exchange
                is repeated
+    changed    groups whose slices user code has written to: see [Note: writes to parameters] in `master.py`
     marks      a hash of what this rank is about to do, and its square. With n ranks, all hashes are equal if
                and only if n times the sum of squares equals the square of the sum (Cauchy-Schwarz)
     slices     the same for values that user code wrote to slices, which only replicas of a slice must have
@@ -42,7 +43,7 @@ from zero_full.shard.group.parameters import Member, placeholder_scalar
 from zero_full.shard.group.process_groups import Groups, Pair
 
 SQUARES = 2  # numbers about slices, at the front of the vector; the others are about ranks
-STOPS, ALARMS, LATE, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 7, 9, 10  # offsets in the vector
+STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 6, 8, 10, 11  # offsets
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 SLICE_BITS = 16  # fewer, because the sum of these hashes over the `shard` group is squared
 NOTHING = "nothing"
@@ -70,6 +71,7 @@ class Said:
     averaged: bool = True  # False: the gradients are each rank's own
     by_hand: HandWritten = field(default_factory=HandWritten)
     late: int = 0  # groups with gradients that must still be reduced
+    changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Agreed:
     stops: bool = False  # any rank has received a signal to stop
     alarm: bool = False  # background work has failed on any rank
     late: bool = False  # any rank has gradients that must still be reduced
+    changed: bool = False  # user code has written to the slices of parameters of any rank
 
 
 class Agreement:
@@ -101,26 +104,27 @@ class Agreement:
         # Gradients that are not averaged are always checked: one rank's NaN must skip the step on all ranks.
         needs_norm = self.needs_norm or not said.averaged
         if not (needs_norm or self.has_peers):
-            return Agreed(None, said.used, said.stops, said.alarm, said.late > 0)
+            is_changed = any(map(bool, said.changed))
+            return Agreed(None, said.used, said.stops, said.alarm, said.late > 0, is_changed)
         groups, sides = self.groups, self.sides
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
         counts = needs_norm and (not said.doings or said.doings[-1][0] != ERROR)
-        squared, poison, stops, alarms, late, *rest = self._add_up(said, counts, exactly=False)
+        squared, poison, stops, alarms, late, changed, *rest = self._add_up(said, counts, exactly=False)
         # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
         if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
-            squared, poison, _, _, _, *rest = self._add_up(said, counts, exactly=True)
+            squared, poison, _, _, _, _, *rest = self._add_up(said, counts, exactly=True)
         used: set[Member] = set()
         for side in sides:
             used |= side.read(rest[: side.length], said)
             rest = rest[side.length :]
         if not needs_norm:
-            return Agreed(None, used, stops > 0, alarms > 0, late > 0)
+            return Agreed(None, used, stops > 0, alarms > 0, late > 0, changed > 0)
         ranks = 1 if said.averaged else groups.data_ranks
         norm = float("nan") if poison else float(squared / ranks) ** 0.5
-        return Agreed(norm, used, stops > 0, alarms > 0, late > 0)
+        return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
     def _add_up(self, said: Said, counts: bool, exactly: bool) -> list[float]:
-        """Return the squares, stops, alarms and late groups of all ranks, then marks and flags by side."""
+        """Return all ranks' squares, stops, alarms, late and changed groups, then marks and flags by side."""
         groups = self.groups
         if len(self.sides) == 1 and groups.model is None:
             total = self.sides[0].add_up(said, counts, exactly)
@@ -166,12 +170,14 @@ class _Side:
                 mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
         mark = _mark_of(doings, MARK_BITS)
         gradients, apart, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
-        numbers = [squares, poison, float(said.stops), float(said.alarm), float(said.late), mark, mark * mark]
-        numbers += [mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
+        numbers = [squares, poison, float(said.stops), float(said.alarm), float(said.late), 0.0]
+        numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
         numbers.extend(map(float, map(said.used.__contains__, self.members)))
         vector = numbers_on(self.home, numbers)
         for value in self.absent:
             vector[SPOILT] += ~value.isnan()
+        if said.changed:
+            vector[CHANGED].add_(torch.stack([*said.changed]).sum())
         if counts:  # device values are added on the device: only `tolist` waits for it
             vector[0] += squared_norm(gradients, self.device, exactly)
             if apart:

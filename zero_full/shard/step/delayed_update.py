@@ -27,7 +27,7 @@ from torch import Tensor
 from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.formatting import listed
 from zero_full.optim.step import Peers, Piece, Stepper
-from zero_full.shard.group.checksum import fingerprint
+from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.master import StateByParameter
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -51,7 +51,7 @@ class Update:
 
     groups: list[TrainedGroup]
     members: set[Member]  # parameters that it changes
-    marks: list[Tensor | None]  # fingerprints of the slices before it, by group; None: not writable by users
+    marks: list[Tensor | None]  # column sums of slices before it, by group; None: not writable by users
     pending: Pending  # the job
 
 
@@ -137,8 +137,8 @@ class DelayedUpdates:
 
     def _mark(self, group: TrainedGroup) -> Tensor | None:
         if group.master.flow is not None:
-            return group.master.on_device
-        return None if group.parameters.released_at_rest else fingerprint(group.parameters.shard)
+            return group.master.published
+        return None if group.parameters.released_at_rest else column_sums(group.parameters.shard)
 
     # Completing ----------------------------------------------------------------------------------
 
@@ -165,9 +165,11 @@ class DelayedUpdates:
         members = {member.name for member in update.members}
         written = [name for name in names if name in members]
         if not written:
-            for group, mark in zip(update.groups, update.marks, strict=True):
-                if mark is not None and not bool(fingerprint(group.parameters.shard) == mark):
-                    written.append(group.name)
+            pairs = zip(update.groups, update.marks, strict=True)
+            marked = [(group, mark) for group, mark in pairs if mark is not None]
+            differ = [(column_sums(group.parameters.shard) != mark).any() for group, mark in marked]
+            flags = torch.stack(differ).tolist() if differ else []  # the host reads once
+            written = [group.name for (group, _), differs in zip(marked, flags, strict=True) if differs]
         if not written:
             return ""
         return (

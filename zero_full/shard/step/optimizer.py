@@ -51,6 +51,7 @@ from zero_full.shard.contents.rank_state import (
 from zero_full.shard.contents.state import Contents, NewState, RankPart
 from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group.gradients import Found
+from zero_full.shard.group.master import adopt_changed
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup, cut_state, holdings
 from zero_full.shard.group.parameters import GatherState, Member
@@ -303,9 +304,9 @@ class ZeroOptimizer(OptimizerProxy):
                     group.master.follow_master()
             # After `follow_master`, which would overwrite tensors assigned to `param.data`.
             self.check_model_unchanged()
-            if self.parts.flow is not None:
-                for group in self.trained:
-                    group.master.adopt_device_writes()
+            for group in self.trained:
+                if group.master.is_separate:
+                    group.master.compare()
             if self.settings.needs_norm:
                 for group in self.reducer.unbuffered:
                     group.gradients.check_dense()
@@ -332,7 +333,11 @@ class ZeroOptimizer(OptimizerProxy):
         alarm = self.offload is not None and bool(self.offload.error)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
-        said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, len(reducer.late))
+        late, changed = len(reducer.late), list[Tensor]()
+        for group in self.awake:
+            if group.master.changed is not None:
+                changed.append(group.master.changed)
+        said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, late, changed)
         agreed = self.agreement.exchange(said)
         if agreed.late and failure is None:
             # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
@@ -347,7 +352,21 @@ class ZeroOptimizer(OptimizerProxy):
             by_hand.forget()
         if agreed.alarm:
             raise_failure(self.offload.error if self.offload is not None else "", self.beside)
+        if agreed.changed:
+            self._adopt_changed()
         return agreed
+
+    def _adopt_changed(self) -> None:
+        """Adopt what user code wrote to slices of parameters; raise on every rank if a copy failed."""
+        masters, problem = [group.master for group in self.awake], ""
+        if self.parts.flow is None:  # nothing is copied between device and host
+            return adopt_changed(masters)
+        try:
+            adopt_changed(masters)
+        except Exception as error:
+            rank = self.groups.dense.shard.rank
+            problem = f"rank {rank} could not copy to the host what was written to parameters: {error}"
+        raise_on_all_ranks(self.groups, problem)
 
     def _decide(self, agreed: Agreed) -> Decision:
         """Decide to apply or skip the step, from values that are equal on all ranks."""

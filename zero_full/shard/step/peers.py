@@ -27,7 +27,7 @@ from zero_full.comm.compressed import CompressedReduce
 from zero_full.comm.lane import Done, InlineLane, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, assign_work
-from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule
+from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule, indices_on
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 
@@ -62,13 +62,14 @@ class PartPeers(Peers):
         """Sum rows of numbers over the ranks that own pieces of the same parameter."""
         named = [(member.name, flat.ranks) for member, flat in self.members]
         place = {name: number for number, (name, _) in enumerate(named)}
-        mine = [place[piece.name] for piece in pieces]
+        mine = indices_on(rows.device, [place[piece.name] for piece in pieces])
         totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         totals[mine] = rows
         # A row of zeros for parameters of which this rank has no piece, so that all ranks send equal sizes.
         for ranks in dict.fromkeys(ranks for _, ranks in named):
             if ranks.size > 1:
-                theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
+                numbers = [number for number, (_, each) in enumerate(named) if each is ranks]
+                theirs = indices_on(rows.device, numbers)
                 summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
         return Totals([member.param for member, _ in self.members], totals, mine)

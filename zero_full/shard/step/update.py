@@ -190,7 +190,7 @@ class Steppers:
             rest = [group for group in part if not early.commit(group, stepper, used, factor)]
         pieces: list[Piece] = []
         for group in rest:
-            pieces += group.master.fetch(used, stepper.fuses)
+            pieces += group.master.fetch(used, stepper.fuses, stepper.adopts)
         state = self.optimizer.state
         for piece in pieces:
             piece.state = state[piece.master]
