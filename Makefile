@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-page \
+.PHONY: help demo test test-all test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-rehearsal gpu-page \
 	lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,11 +55,15 @@ test-hf: .venv/ready  ## Hugging Face's models and libraries at every stage (ins
 # Where a PYTHON is named, that one runs a day on GPUs and nothing is installed; else .venv's, where there is one.
 GIVEN := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 gpu-day: DAY := $(or $(GIVEN),$(wildcard $(BIN)/python),$(PYTHON))
-gpu-day:  ## all that needs a GPU, in parts that go on where they ended (REHEARSE=1: on the CPU; MINUTES=9.5)
+gpu-day:  ## all that needs a GPU, in parts that go on where they ended (REHEARSE=1: on the CPU; MINUTES=9.5; OUT=build)
 	@$(DAY) -m tests.gpu.day $(if $(REHEARSE),--rehearse) $(if $(MINUTES),--minutes $(MINUTES))
 
-gpu-page: .venv/ready  ## take the results of gpu-day into the site's page on GPUs
-	$(BIN)/python -m tests.gpu.day.page --folder build/gpu-day
+gpu-rehearsal: DAY := $(or $(GIVEN),$(wildcard $(BIN)/python),$(PYTHON))
+gpu-rehearsal:  ## a day on GPUs, on the CPU: in calls of 9.5 minutes, of which two are killed
+	@$(DAY) -m tests.gpu.day.rehearsal
+
+gpu-page: .venv/ready  ## take the results of gpu-day into the site's page on GPUs (ARCHIVE=gpu-day.zip)
+	$(BIN)/python -m tests.gpu.day.page $(if $(ARCHIVE),--archive $(ARCHIVE),--folder build/gpu-day)
 
 # The oldest torch that is supported, on Python 3.12 if there is one. Its wheel brings gigabytes of CUDA, and the
 # tests then run on the CPU.

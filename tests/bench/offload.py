@@ -6,13 +6,14 @@
 
 `peers`: a step at each stage, beside no offload, DeepSpeed's and FSDP2's. `disk`: state on a disk, beside the
 longer of computing and of moving as many bytes with the same I/O. `overlap`: how much of the copies' time is
-hidden. `largest`: the largest model that trains, by bisection. Every round visits every row, in an order that
-rotates; two ranks for the peers, one for all else, with one thread each.
+hidden, on a simulated device. `tiers`: a step on every tier, and what a trace says of its copies. `largest`:
+the largest model that trains, by bisection. Every round visits every row, in an order that rotates; two ranks
+for the peers, one for all else, with one thread each.
 
 A CPU's host memory is its device's memory. So `peers` copies nothing there, and `overlap` is a simulation: a
 copy sleeps as long as it would take at that bandwidth, and needs no core meanwhile. Hidden is that part of
-their time by which a step does not get longer than without a limit. On a GPU copies are real, and what runs
-beside them is read from a trace of torch's profiler; nobody has run that yet. The last line is JSON.
+their time by which a step does not get longer than without a limit. On a GPU copies are real, and `tiers`
+takes its place; no GPU has run that yet. The last line is JSON.
 """
 
 import argparse
@@ -36,8 +37,9 @@ from tests.worlds import Pool
 from zero_full.kernels.files import describe
 
 PEER_TARGET, DISK_TARGET = 0.75, 1.25
-TOPICS = {"cpu": ("peers", "disk", "overlap"), "cuda": ("peers", "disk", "overlap", "largest")}
-BUCKETS = {"peers": 5_000_000, "disk": 5_000_000, "overlap": 1_000_000}  # elements, unless somebody says
+TOPICS = {"cpu": ("peers", "disk", "overlap"), "cuda": ("peers", "disk", "tiers", "largest")}
+ALL_TOPICS = ("peers", "disk", "overlap", "tiers", "largest")
+BUCKETS = {"peers": 5_000_000, "disk": 5_000_000, "overlap": 1_000_000, "tiers": 10_000_000}  # elements
 Sections = tuple[list[str], list[Ratio]]  # what is printed, and the ratios
 
 
@@ -199,8 +201,6 @@ def link_main(_: Any, plan: Plan) -> tuple[dict[str, Found], dict[str, list[floa
 
 def overlap_topic(plan: Plan, limit: float) -> Sections:
     """One rank, whose second core is the host's."""
-    if plan.device != "cpu":
-        return offload_gpu.traced(plan, in_ranks, limit)
     rows = of_links()
     plan = replace(plan, rows=tuple(rows))
     ((found, copying),) = in_ranks(link_main, 1, plan, limit=limit)
@@ -242,8 +242,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=TOPICS, default="cpu")
-    parser.add_argument("--topics", nargs="+", choices=TOPICS["cuda"], metavar="TOPIC")
-    parser.add_argument("--size", choices=SIZES, default="10M", help="of peers and overlap")
+    parser.add_argument("--topics", nargs="+", choices=ALL_TOPICS, metavar="TOPIC")
+    parser.add_argument("--size", choices=SIZES, default="10M", help="of peers, overlap and tiers")
     parser.add_argument("--disk-size", choices=SIZES, default="50M")
     parser.add_argument("--dtype", choices=step_time.DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=8)
@@ -271,6 +271,8 @@ def sections(topic: str, asked: argparse.Namespace) -> Sections:
         return disk_topic(plan, asked.limit, asked.directory, asked.mib)
     if topic == "overlap":
         return overlap_topic(plan, asked.limit)
+    if topic == "tiers":
+        return offload_gpu.traced(plan, in_ranks, asked.limit, asked.directory)
     return offload_gpu.largest(asked.device, asked.gib, asked.size == "50k")
 
 

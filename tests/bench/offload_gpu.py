@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from tests.bench import interleave, step_time
+from tests.bench import interleave, offload_rows, step_time
 from tests.bench.interleave import Ratio
-from tests.bench.offload_rows import on_host
-from tests.bench.peers import Row
+from tests.bench.offload_rows import DISK, HOST
 from tests.bench.step_time import Plan, Rank, leave_with_parent
 from tests.gpu.day.overlap import ON_DEVICE, hidden, length, union
 from tests.gpu.day.rows import finish
@@ -24,21 +23,15 @@ from zero_full.doctor.bandwidth import memory_rows
 COPIES = re.compile("Memcpy (DtoH|HtoD)", re.IGNORECASE)
 WAYS = {"down": re.compile("Memcpy DtoH", re.IGNORECASE), "up": re.compile("Memcpy HtoD", re.IGNORECASE)}
 ON_HOST = "zero_full::"  # operators by which the host steps
-PLAIN, EARLY = "on host", "on host, early steps"
 STEPS = 3
 Sections = tuple[list[str], list[Ratio]]
 
 
-def of_host() -> dict[str, Row]:
-    """With early steps and without."""
-    return {PLAIN: Row(on_host(early=False)), EARLY: Row(on_host(early=True), PLAIN)}
-
-
-def traced(plan: Plan, in_ranks: Callable[..., Any], limit: float) -> Sections:
-    """Step times of both, and what a trace says of their copies."""
-    rows = of_host()
-    plan = replace(plan, rows=tuple(rows))
-    ((found, traces),) = in_ranks(trace_main, 1, plan, limit=limit)
+def traced(plan: Plan, in_ranks: Callable[..., Any], limit: float, directory: str) -> Sections:
+    """Step times on every tier, and what a trace says of their copies. `directory`: on the disk to use."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        plan = replace(plan, rows=tuple(offload_rows.of_tiers(folder)))
+        ((found, traces),) = in_ranks(trace_main, 1, plan, folder, limit=limit)
     lines = []
     for name, row in found.items():
         low, high = interleave.spread(row.step)
@@ -46,21 +39,30 @@ def traced(plan: Plan, in_ranks: Callable[..., Any], limit: float) -> Sections:
         lines.append([name, *step, *of_trace(traces[name], STEPS)])
     head = ["row", "step, ms", "range", "copies, ms", "hidden", "GB/s down", "GB/s up"]
     alone = interleave.table(["copies alone", ""], memory_rows(0.5))
-    ratio = interleave.ratio(f"{EARLY} / without", found[EARLY].step, found[PLAIN].step)
-    return [interleave.table(head, lines), alone], [ratio]
+    return [interleave.table(head, lines), alone], tier_ratios(found)
 
 
-def trace_main(_: Any, plan: Plan) -> tuple[dict[str, step_time.Found], dict[str, dict[str, Any]]]:
+def tier_ratios(found: dict[str, step_time.Found]) -> list[Ratio]:
+    """Early and delayed steps over ordinary ones, and each tier of parameters over none."""
+    pairs = [(offload_rows.EARLY, HOST), (offload_rows.DELAYED, HOST)]
+    pairs += [(offload_rows.PARAMETERS, HOST), (offload_rows.DISK_PARAMETERS, DISK)]
+    return [interleave.ratio(f"{one} / {other}", found[one].step, found[other].step) for one, other in pairs]
+
+
+def trace_main(
+    _: Any, plan: Plan, folder: str
+) -> tuple[dict[str, step_time.Found], dict[str, dict[str, Any]]]:
     """The life of a rank: steps that are timed, then some that are traced."""
     leave_with_parent()
-    rank = Rank(plan, of_host())
+    rank = Rank(plan, offload_rows.of_tiers(folder))
     found = rank.run()
     return found, {name: trace_of(rank, name) for name in plan.rows}
 
 
 def trace_of(rank: Rank, name: str) -> dict[str, Any]:
     """A few steps, as torch's profiler tells them."""
-    trainee, device = rank.alive[name], rank.setup.device
+    trainee, device = rank.alive.get(name) or rank.build(name), rank.setup.device
+    assert trainee is not None, name
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

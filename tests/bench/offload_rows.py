@@ -15,6 +15,8 @@ RELEASED = "FSDP2 on host"
 BANDWIDTHS = (0.5, 1.0, 2.0)  # GB/s, of a device that is not there
 STEPPED = 2  # the stage of the rows that are not about stages
 INSIDE, HOST, DISK = "beside the parameters", "on the host", "on the disk"
+HALF, EARLY, DELAYED = "half of it on the host", "on the host, early steps", "on the host, delayed steps"
+PARAMETERS, DISK_PARAMETERS = "parameters on the host, too", "parameters on the disk, too"
 
 
 def here(stage: int) -> str:
@@ -51,6 +53,22 @@ def of_disk(directory: str) -> dict[str, Row]:
         INSIDE: Row(peers.zero_full(STEPPED)),
         HOST: Row(peers.zero_full(STEPPED, offload={}), INSIDE),
         DISK: Row(peers.zero_full(STEPPED, offload=on_disk), INSIDE),
+    }
+
+
+def of_tiers(directory: str) -> dict[str, Row]:
+    """State on every tier, stepped in every way, and parameters on both tiers that they have."""
+    disk = {"device": "nvme", "nvme_path": directory}
+    host_too, disk_too = {"device": "cpu"}, {**disk, "max_in_cpu": 0}
+    return {
+        INSIDE: Row(peers.zero_full(STEPPED)),
+        HOST: Row(peers.zero_full(STEPPED, offload={}), INSIDE),
+        HALF: Row(peers.zero_full(STEPPED, offload={"ratio": 0.5}), INSIDE),
+        EARLY: Row(on_host(early=True), INSIDE),
+        DELAYED: Row(peers.zero_full(STEPPED, offload={"delay_update_after": 0})),
+        DISK: Row(peers.zero_full(STEPPED, offload=disk), INSIDE),
+        PARAMETERS: Row(peers.zero_full(3, offload={}, offload_param=host_too), INSIDE),
+        DISK_PARAMETERS: Row(peers.zero_full(3, offload=disk, offload_param=disk_too), INSIDE),
     }
 
 

@@ -223,7 +223,10 @@ def deepspeed(stage: int, on_host: bool = False) -> Callable[[Setup], Trainee]:
 
 
 def zero_full(
-    stage: int, alone: bool = False, offload: dict[str, Any] | None = None
+    stage: int,
+    alone: bool = False,
+    offload: dict[str, Any] | None = None,
+    offload_param: dict[str, Any] | None = None,
 ) -> Callable[[Setup], Trainee]:
     """Ours. `alone`: every rank is a world of its own. `offload`: the section offload_optimizer."""
 
@@ -239,6 +242,8 @@ def zero_full(
         config["zero_optimization"]["overlap_comm"] = setup.overlap
         if offload is not None:
             config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
+        if offload_param is not None:
+            config["zero_optimization"]["offload_param"] = {**host_section(setup), **offload_param}
         if stage == 3:  # as FSDP2 here: everything is sharded, and gathered again for backward
             config["zero_optimization"] |= {
                 "stage3_param_persistence_threshold": 0,

@@ -1,7 +1,7 @@
 """How long a training step takes: every peer and every stage of ours, side by side on 2 gloo ranks.
 
     python -m tests.bench.step_time --sizes 10M 50M --dtypes fp32 bf16 --rounds 8
-    python -m tests.bench.step_time --device cuda --sizes 125M --dtypes bf16 --recompute --one-at-a-time
+    python -m tests.bench.step_time --device cuda --sizes 125M --dtypes bf16 --one-at-a-time --throughput
 
 Each round visits every row, in an order that rotates; a visit warms up and then times a few steps. Two ranks
 with one thread each; the step of a round is over when its slower rank is. Identical weights, data and AdamW
@@ -43,7 +43,12 @@ SIZES = {
     "125M": GPTConfig(vocabulary=50304, context=1024, layers=12, heads=12, width=768),
     "1.3B": GPTConfig(vocabulary=50304, context=2048, layers=24, heads=16, width=2048),
 }
-BATCHES = {"125M": (8, 1024), "1.3B": (2, 2048)}  # sequences, tokens; else one of `TOKENS`
+BATCHES = {"125M": (8, 1024), "1.3B": (4, 2048)}  # sequences, tokens; else one of `TOKENS`
+# FLOP/s of dense bf16 products, from the data sheets, by a part of the device's name. MFU is a part of them.
+PEAKS = {
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
+    **{"H200 NVL": 835e12, "H200": 989e12, "A100": 312e12},
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKENS = {"fp32": 64, "bf16": 16}  # a batch is one sequence
 COMPARED = 8  # losses, from the first step on; later ones amplify rounding
@@ -83,6 +88,7 @@ class Found:
 
     missing: str = ""
     parameters: int = 0
+    device: str = "a CPU"
     step: Series = field(default_factory=list)
     backward: Series = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -108,7 +114,8 @@ class Rank:
         needed = plan.rounds * (plan.warmup + plan.steps)
         self.data = [batch(load_text(), *plan.batch, generator) for _ in range(needed)]
         self.alive: dict[str, Trainee] = {}
-        self.found = {name: Found() for name in plan.rows}
+        named = torch.cuda.get_device_name(device) if plan.device == "cuda" else Found.device
+        self.found = {name: Found(device=named) for name in plan.rows}
         self.taken = dict.fromkeys(plan.rows, 0)
 
     def run(self) -> dict[str, Found]:
@@ -244,7 +251,8 @@ def measure(plan: Plan, limit: float) -> dict[str, Found]:
 def together(ranks: list[Found]) -> Found:
     """The slower rank's times, the mean of the losses, the larger of the bytes."""
     first = ranks[0]
-    both = Found(first.missing, first.parameters, loopback=first.loopback, logical=first.logical)
+    both = Found(first.missing, first.parameters, first.device)
+    both.loopback, both.logical = first.loopback, first.logical
     both.step = interleave.slowest([rank.step for rank in ranks])
     both.backward = interleave.slowest([rank.backward for rank in ranks])
     both.losses = [sum(step) / len(ranks) for step in zip(*[rank.losses for rank in ranks], strict=True)]
@@ -264,10 +272,10 @@ def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
     fp32, gpu = plan.dtype == "fp32", plan.device == "cuda"
     pairs: list[tuple[str, str, float | None]] = [("zero_full 2 alone", "loop", 1.02 if gpu else 1.03)]
     for stage in (0, 1, 2):
-        ours = f"zero_full {stage}"
-        pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if stage else None))
-        pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if stage else None))
-        pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if stage else None))
+        ours, aims = f"zero_full {stage}", stage > 0 and not gpu  # those of a CPU say nothing about a GPU
+        pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if aims else None))
+        pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if aims else None))
+        pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if aims else None))
     pairs.append(("zero_full 3", "DeepSpeed 3", 0.55 if fp32 else None))
     pairs.append(("zero_full 3", "FSDP2", 1.0 if gpu else 0.8 if fp32 else 0.5))
     done = {name for name, row in found.items() if row.step}
@@ -331,6 +339,44 @@ def _line(name: str, found: dict[str, Found], difference: float | None) -> list[
     ]
 
 
+def flops_a_token(config: GPTConfig, parameters: int, tokens: int) -> int:
+    """Operations of forward and backward for one token, in sequences of `tokens`.
+
+    Counted as in the paper about PaLM: 6 for each parameter, and attention over the whole sequence. What is
+    computed again in backward does not count.
+    """
+    return 6 * parameters + 12 * config.layers * config.width * tokens
+
+
+def throughput(plan: Plan, found: dict[str, Found]) -> dict[str, dict[str, float | None]]:
+    """Tokens per second and TFLOP/s of one rank, and MFU, by row. None: the device's peak is not known."""
+    result = {}
+    for name, row in found.items():
+        if row.step:
+            peak = next((flops for part, flops in PEAKS.items() if part in row.device), None)
+            sequences, tokens = plan.batch
+            rate = sequences * tokens / interleave.middle(row.step)
+            flops = rate * flops_a_token(SIZES[plan.size], row.parameters, tokens)
+            mfu = None if peak is None else round(flops / peak, 4)
+            result[name] = {"tokens/s": round(rate, 1), "TFLOP/s": round(flops / 1e12, 3), "MFU": mfu}
+    return result
+
+
+def throughput_table(rows: Mapping[str, Mapping[str, float | None]]) -> str:
+    """A line for each row."""
+    head = ["row", "tokens/s a rank", "TFLOP/s", "MFU"]
+    cells = [
+        [
+            name,
+            f"{row['tokens/s']:.0f}",
+            f"{row['TFLOP/s']:.1f}",
+            "" if row["MFU"] is None else f"{row['MFU']:.3f}",
+        ]
+        for name, row in rows.items()
+    ]
+    return interleave.table(head, cells)
+
+
 def arguments() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -345,6 +391,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--one-at-a-time", action="store_true", help="rebuild a row for each visit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--recompute", action="store_true", help="activations, in backward")
+    parser.add_argument("--throughput", action="store_true", help="also tokens per second and MFU")
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one size in one precision")
     return parser.parse_args()
 
@@ -355,6 +402,7 @@ def main() -> None:
     print(interleave.heading())
     all_ratios: list[Ratio] = []
     losses: dict[str, dict[str, float]] = {}
+    rates: dict[str, Any] = {}
     for size in asked.sizes:
         for dtype in asked.dtypes:
             keep = not asked.one_at_a_time and fits(size, len(asked.rows))
@@ -367,6 +415,9 @@ def main() -> None:
             many = f"batch {plan.batch[0]} x {plan.batch[1]}, {plan.world} rank{'s' * (plan.world > 1)}"
             print(f"\n## {size} parameters, {dtype}, {many}, {life}\n")
             print(report(found))
+            if asked.throughput:
+                rates[f"{size} {dtype}"] = throughput(plan, found)
+                print("\n" + throughput_table(rates[f"{size} {dtype}"]))
             if here:
                 print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in here]))
             all_ratios += here
@@ -378,6 +429,7 @@ def main() -> None:
         "bucket": asked.bucket,
         "losses differ by": losses,
     }
+    about |= {"throughput": rates} if rates else {}
     print("\n" + interleave.json_line(all_ratios, **about))
 
 

@@ -128,6 +128,26 @@ def test_targets_of_bf16_are_about_the_added_time() -> None:
     }
 
 
+def test_throughput_counts_tokens_and_operations_of_a_rank() -> None:
+    plan = Plan("125M", "bf16", ())
+    loop = Found(parameters=10**8, device="NVIDIA H100 80GB HBM3", step=[[0.5] * 3])
+    found = {"loop": loop, "DDP": Found("not installed")}
+    flops = 6 * 10**8 + 12 * 12 * 768 * 1024  # a token: parameters, and attention of twelve layers
+    rows = step_time.throughput(plan, found)
+    rate = 8 * 1024 / 0.5
+    assert rows == {
+        "loop": {
+            "tokens/s": rate,
+            "TFLOP/s": round(rate * flops / 1e12, 3),
+            "MFU": round(rate * flops / 989e12, 4),
+        }
+    }
+    loop.device = "a CPU"
+    unknown = step_time.throughput(plan, found)
+    assert unknown["loop"]["MFU"] is None
+    assert step_time.throughput_table(unknown).splitlines()[2].split("|")[4].strip() == ""
+
+
 @pytest.mark.parametrize("keep", [True, False], ids=["all alive", "one at a time"])
 def test_a_small_run_of_torchs_own_rows(keep: bool) -> None:
     """Right losses, right bytes; and a row that forgets to average is seen by its losses."""

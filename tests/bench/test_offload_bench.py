@@ -9,7 +9,20 @@ import torch
 from tests.bench import offload, offload_gpu, offload_rows
 from tests.bench.offload import Limits, in_ranks
 from tests.bench.offload_disk import DiskFound, anonymous, peak_memory
-from tests.bench.offload_rows import DISK, HOST, INSIDE, KEPT, RELEASED, STAGES, away, here, linked, theirs
+from tests.bench.offload_rows import (
+    DELAYED,
+    DISK,
+    EARLY,
+    HOST,
+    INSIDE,
+    KEPT,
+    RELEASED,
+    STAGES,
+    away,
+    here,
+    linked,
+    theirs,
+)
 from tests.bench.step_time import TOLERANCE, Found, Plan, loss_differences
 
 SMALL = Plan("50k", "fp32", (), rounds=1, warmup=2, steps=1, bucket=20_000, overlap=False)
@@ -106,8 +119,12 @@ def test_a_trace_says_what_runs_beside_copies_and_how_fast_they_are() -> None:
     assert offload_gpu.of_trace({"traceEvents": kept}, 1) == ["0.2", "0.50", "20.0", "10.0"]
 
 
-def test_the_part_of_an_accelerator_is_rehearsed_but_for_the_accelerator() -> None:
-    plan = Plan(**{**vars(SMALL), "rows": (offload_gpu.PLAIN, offload_gpu.EARLY)})
-    ((found, traces),) = in_ranks(offload_gpu.trace_main, 1, plan, limit=60)
-    assert {*found} == {*traces} and all(row.step for row in found.values())
-    assert torch.cuda.is_available() or offload_gpu.of_trace(traces[offload_gpu.PLAIN], 1)[0] == "0.0"
+def test_every_tier_trains_as_without_offload_and_is_traced(tmp_path: Path) -> None:
+    rows = offload_rows.of_tiers(str(tmp_path))
+    plan = Plan(**{**vars(SMALL), "rows": tuple(rows), "keep": False})  # one row alive at a time
+    ((found, traces),) = in_ranks(offload_gpu.trace_main, 1, plan, str(tmp_path), limit=120)
+    assert {*found} == {*traces} == {*rows} and all(row.step for row in found.values())
+    differences = loss_differences(found, rows)
+    assert {*differences} == {*rows} - {INSIDE, DELAYED} and not any(differences.values())
+    assert torch.cuda.is_available() or offload_gpu.of_trace(traces[HOST], 1)[0] == "0.0"
+    assert next(ratio.name for ratio in offload_gpu.tier_ratios(found)) == f"{EARLY} / {HOST}"

@@ -5,7 +5,8 @@
 
 A bare machine has Python 3.12, torch 2.11 for CUDA 13.0, nvcc, pytest, hypothesis, rich, safetensors and
 matplotlib, and no network. Take the checkout there with this folder in it, and `make gpu-day PYTHON=python3`
-finds both: wheels are unpacked beside the results, nothing is installed.
+finds both: wheels are unpacked beside the results, nothing is installed. An archive of an earlier call, put
+into the same folder, is what the next call goes on from.
 
 A library of operators fits one version of torch: `--python` is an interpreter that has the one of that
 machine. `make test-matrix` makes such an environment. What does not fit is compiled there.
@@ -14,6 +15,7 @@ machine. `make test-matrix` makes such an environment. What does not fit is comp
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,16 +73,27 @@ def unpack(wheels: Path, target: Path) -> Path | None:
 
 
 def build(arch: str, python: str, folder: Path) -> None:
-    """Compile the operators for one architecture, against that interpreter's torch."""
+    """Compile the operators for one architecture, against that interpreter's torch.
+
+    A library that is there already, such as an editable installation's, is copied instead.
+    """
     given = {"ZERO_FULL_CUDA_ARCHS": arch, "ZERO_FULL_CACHE": str(folder), "PYTHONPATH": str(ROOT)}
-    subprocess.run(
+    printed = subprocess.run(
         [python, "-m", "zero_full", "build"],
         env={**os.environ, **given},
         cwd=tempfile.gettempdir(),
+        stdout=subprocess.PIPE,
+        text=True,
         check=True,
-    )
-    if not list(folder.glob("zf_cuda-*.so")):
-        raise SystemExit(f"no CUDA operators came into {folder}; an editable installation may have its own")
+    ).stdout
+    print(printed, end="")
+    folder.mkdir(exist_ok=True)
+    for library in map(Path, re.findall(r"(?m)^\w+: (/.*\.so)$", printed)):
+        if library.parent != folder:
+            shutil.copyfile(library, folder / library.name)
+    for part in ("cpu", "cuda"):
+        if not list(folder.glob(f"zf_{part}-*.so")):
+            raise SystemExit(f"no operators for {part} came into {folder}: the lines above say why")
 
 
 def size_of(folder: Path) -> int:

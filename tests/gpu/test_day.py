@@ -2,16 +2,21 @@
 
 import ast
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import rotation
-from tests.gpu.day import page, parts, run
+from tests.gpu.day import archive, operators, page, parts, rehearsal, run
 from tests.gpu.day.parts import Part
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +34,13 @@ BELOW = {"annotated_types", "typing_extensions", "pydantic_core"}  # of those
 def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Runs scripts as parts: (exit code, results by part). The folder stays the same in a test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv(archive.VARIABLE, raising=False)
 
-    def of(scripts: dict[str, str], *given: str) -> tuple[int, dict[str, Any]]:
+    def of(scripts: dict[str, str], *given: str, minutes: float = 0.5) -> tuple[int, dict[str, Any]]:
         made = []
         for name, script in scripts.items():
             (tmp_path / f"part_{name}.py").write_text(script)
-            made.append(Part(name, f"The {name} one", "", 0.0, f"part_{name}"))
+            made.append(Part(name, f"The {name} one", "", minutes, f"part_{name}"))
         code = run.main(["--folder", str(tmp_path / "out"), *given], made)
         found = {part.name: run.result_of(part, tmp_path / "out") for part in made}
         return code, {name: result for name, result in found.items() if result is not None}
@@ -96,9 +102,10 @@ time.sleep(60)
 """
 
 
-def test_a_part_is_stopped_when_the_time_is_over_and_keeps_its_rows(day: Any) -> None:
-    code, found = day({"slow": SLOW}, "--minutes", "0.05")
+def test_a_part_is_stopped_after_two_and_a_half_times_its_minutes_and_keeps_its_rows(day: Any) -> None:
+    code, found = day({"slow": SLOW}, minutes=0.04)
     assert code == 1 and found["slow"]["state"] == "stopped"
+    assert 60 * 0.04 * parts.OVERRUN <= found["slow"]["seconds"] < 30
     (row,) = found["slow"]["rows"]
     status = Path(f"/proc/{row['child']}/status")  # what it had started was ended, too
     assert not status.exists() or "zombie" in status.read_text()
@@ -111,7 +118,7 @@ def test_a_part_that_no_longer_fits_is_left_and_said(tmp_path: Path, capsys: Any
 
 
 def test_what_was_killed_with_everything_is_not_complete(tmp_path: Path) -> None:
-    part = Part("x", "", "", 0.0, "nothing")
+    part = Part("x", "", "", 0.5, "nothing")
     run.keep({"part": "x", "state": "running", "rows": [{}]}, tmp_path)
     assert not run.is_done(part, tmp_path) and run.to_run([part], tmp_path, again=False) == [part]
     assert run.state_of(part, tmp_path) == "was killed while it ran, 1 row"
@@ -122,9 +129,163 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
         run.main(["--folder", str(tmp_path), "--only", "nothing"])
 
 
-def test_every_part_fits_into_one_command() -> None:
-    assert all(part.minutes <= parts.LIMIT <= 8 for part in parts.ALL)
+def test_every_part_can_be_run_in_one_call() -> None:
+    assert all(parts.OVERRUN * part.minutes < parts.CALL for part in parts.ALL)
     assert len({part.name for part in parts.ALL}) == len(parts.ALL)
+
+
+class AsExpected:
+    """A day whose parts take as long as they are expected to, on a clock of its own."""
+
+    rehearse = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 0.0
+
+    def run(self, part: Part, seconds: float) -> dict[str, Any]:
+        assert seconds >= part.seconds(rehearse=False)
+        self.now += part.seconds(rehearse=False)
+        done = {"part": part.name, "state": "done", "rows": [], "seconds": 0.0}
+        run.keep(done, self.folder)
+        return done
+
+
+def test_a_day_as_expected_fits_into_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is skipped at the end of a call, because it no longer fits, comes in the next one."""
+    day = AsExpected(tmp_path)
+    monkeypatch.setattr(run.time, "monotonic", lambda: day.now)
+    for number in range(1, 4):
+        began = day.now
+        run.run_all(parts.ALL, day, run.arguments(["--minutes", str(parts.CALL)]))  # type: ignore[arg-type]
+        assert day.now - began <= 60 * parts.CALL
+        done = [part for part in parts.ALL if run.is_done(part, tmp_path)]
+        assert number == 3 or len(done) < len(parts.ALL)
+    assert len(done) == len(parts.ALL) and day.now <= 60 * parts.DAY
+
+
+def test_what_decides_the_rest_comes_first() -> None:
+    names = [part.name for part in parts.ALL]
+    asked = ["machine", "one-rank", "two-ranks", "steps", "offload", "largest", "operators", "sanitizer"]
+    assert names[0] == "machine" and sorted(asked, key=names.index) == asked
+    assert all("ZERO_FULL_KERNELS" in part.environment for part in parts.ALL if part.name != "machine")
+    by_name = {part.name: part.environment for part in parts.ALL}
+    assert by_name["one-rank"] == by_name["steps"] == {"ZERO_FULL_KERNELS": "auto"}
+    assert by_name["steps-operators"] == {"ZERO_FULL_KERNELS": "all"}
+
+
+# Calls that are killed, and the archive ----------------------------------------------------------
+
+
+def test_the_archive_is_written_before_and_after_every_part(day: Any, tmp_path: Path) -> None:
+    show = "import json, os, zipfile; packed = zipfile.ZipFile(os.environ['GPU_DAY'] + '/gpu-day.zip')\n"
+    show += "print(json.dumps({'seen': packed.namelist()}))"
+    _, found = day({"good": GOOD, "second": show})
+    assert {"good.json", "good.log", "second.json"} <= {*found["second"]["rows"][0]["seen"]}
+    with zipfile.ZipFile(tmp_path / "out" / archive.NAME) as packed:
+        assert json.loads(packed.read("second.json"))["state"] == "done"
+
+
+def test_a_call_goes_on_from_the_archive_of_another_machine(
+    day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(archive.VARIABLE, str(tmp_path / "brought back"))
+    killed = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL); import time; time.sleep(60)"
+    names = ["good", "killed", "last"]
+    for name, script in zip(names, (GOOD, killed, GOOD), strict=True):
+        (tmp_path / f"part_{name}.py").write_text(script)
+    call = [sys.executable, "-c", ONE_CALL, str(tmp_path / "out"), *names]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    assert subprocess.run(call, env=environment, cwd=ROOT).returncode == -signal.SIGKILL
+    brought = tmp_path / "brought back" / archive.NAME
+    shutil.rmtree(tmp_path / "out")  # another machine
+    (tmp_path / "out").mkdir()
+    shutil.copyfile(brought, tmp_path / "out" / archive.NAME)
+    code, found = day({"good": "raise SystemExit(1)", "killed": GOOD, "last": GOOD})
+    assert code == 0 and [found[name]["state"] for name in names] == ["done"] * 3
+    said = capsys.readouterr().out
+    assert "which has 2 parts" in said and said.index("last: done") < said.index("killed: done")
+    assert {*archive.load(brought, tmp_path / "merged", rehearsal=False)} == {*names}
+
+
+ONE_CALL = """
+import sys
+from tests.gpu.day import run
+from tests.gpu.day.parts import Part
+folder, *names = sys.argv[1:]
+run.main(["--folder", folder], [Part(name, name, "", 0.5, f"part_{name}") for name in names])
+"""
+
+
+def test_a_part_that_outlives_its_killed_call_is_ended_by_the_next(day: Any, tmp_path: Path) -> None:
+    sleeping = "import time\nprint('{}', flush=True); time.sleep(60)"
+    left, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", sleeping],
+            env={**os.environ, run.FOLDER: str(folder)},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for folder in (tmp_path / "out", tmp_path)
+    )
+    try:
+        for each in (left, other):
+            assert each.stdout is not None and each.stdout.readline()
+        day({"good": GOOD})
+        assert left.wait(10) == -signal.SIGKILL and other.poll() is None, "another folder's parts run on"
+    finally:
+        for each in (left, other):
+            each.kill()
+            each.wait()
+
+
+def test_an_archive_takes_the_newer_result_and_none_of_a_rehearsal(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    for name, (mine, theirs) in {"old": (1, 2), "new": (2, 1), "missing": (0, 1)}.items():
+        for folder, hour in ((here, mine), (there, theirs)):
+            if hour:
+                began = f"2030-01-01T0{hour}:00:00+00:00"
+                kept = {"part": name, "state": "done", "rehearsal": False, "began": began, "rows": [hour]}
+                run.keep(kept, folder)
+    run.keep({"part": "x", "state": "done", "rehearsal": True, "began": "2030-01-01T09:00:00+00:00"}, there)
+    assert archive.save(there) == []
+    assert archive.load(there / archive.NAME, here, rehearsal=False) == ["missing", "old"]
+    rows = {file.stem: json.loads(file.read_text())["rows"] for file in here.glob("*.json")}
+    assert rows == {"old": [2], "new": [2], "missing": [1]}
+
+
+def test_an_archive_leaves_out_the_largest_files_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "traces").mkdir()
+    run.keep({"part": "x", "state": "done", "rehearsal": False, "began": "2030-01-01T00:00:00"}, tmp_path)
+    for name, size in {"large": 3000, "small": 1000, "larger": 4000}.items():
+        (tmp_path / "traces" / f"{name}.json.gz").write_bytes(bytes(size))
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wheel.py").write_text("")
+    monkeypatch.setattr(archive, "LIMIT", 4500)
+    assert archive.save(tmp_path) == ["traces/larger.json.gz"]
+    with zipfile.ZipFile(tmp_path / archive.NAME) as packed:
+        assert packed.namelist() == ["x.json", "traces/small.json.gz", "traces/large.json.gz"]
+
+
+def test_carried_libraries_are_found_and_compiled_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators.tempfile, "gettempdir", lambda: str(tmp_path))
+    carried, folder = tmp_path / "carried", tmp_path / "folder"
+    for place in (carried, folder):
+        place.mkdir()
+    (carried / "zf_cpu.so").write_bytes(b"carried")
+    cache = operators.private_cache([carried, folder / operators.COMPILED])
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (cache / "zf_cuda.so").write_bytes(b"compiled")  # by a part
+    operators.keep_compiled(cache, {"zf_cpu.so"}, folder)
+    shutil.rmtree(cache)  # another machine
+    cache = operators.private_cache([carried, folder / operators.COMPILED])
+    kept = {file.name: file.read_bytes() for file in cache.iterdir()}
+    assert kept == {"zf_cpu.so": b"carried", "zf_cuda.so": b"compiled"}
 
 
 # The page ----------------------------------------------------------------------------------------
@@ -140,12 +301,12 @@ def result(
 def test_the_page_shows_what_was_found_and_names_what_was_not_run() -> None:
     told = {"value": 1.2, "low": 1.1, "high": 1.3, "target": 1.11, "met": False}
     rows = [{"a": 1, "fine": True}, {"a": 2, "fine": False}, {"ratios": {"x / copy": told}}]
-    text = page.page({"there": result("there", rows=rows)}, rehearsal=False)
+    text = page.page({"machine": result("machine", rows=rows)}, rehearsal=False)
     assert "2030-01-02, A card: done, 2 of 3 rows are not as expected" in text
     assert "| a | fine |\n| --- | --- |\n| 1 | yes |\n| 2 | NO |\n" in text
     assert "NOT met" in text
     not_run = text.partition("## Not run")[2]
-    assert all(f"* {part.title}\n" in not_run for part in parts.ALL if part.name != "there")
+    assert all(f"* {part.title}\n" in not_run for part in parts.ALL if part.name != "machine")
     assert "Nothing has been measured" not in text
 
 
@@ -165,19 +326,37 @@ def test_the_page_begins_with_charts_of_what_was_found_and_of_its_range(tmp_path
 def test_the_page_says_what_is_not_complete() -> None:
     states = {"failed": "FAILED", "stopped": "the time was over", "running": "it was killed"}
     for state, words in states.items():
-        assert words in page.page({"there": result("there", state=state)}, rehearsal=False)
+        assert words in page.page({"machine": result("machine", state=state)}, rehearsal=False)
 
 
 def test_a_rehearsal_is_never_shown_as_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "RECORDS", tmp_path / "records")
     folder = tmp_path / "rehearsal"
     folder.mkdir()
-    (folder / "there.json").write_text(json.dumps(result("there", rehearsal=True)))
-    with pytest.raises(SystemExit, match="these results are of a rehearsal, and this page is not: there"):
+    (folder / "machine.json").write_text(json.dumps(result("machine", rehearsal=True)))
+    with pytest.raises(SystemExit, match="these results are of a rehearsal, and this page is not: machine"):
         page.main(["--folder", str(folder)])
     assert not (tmp_path / "records").exists()
     with pytest.raises(SystemExit, match="of a GPU, and this page is not"):
-        page.page({"there": result("there")}, rehearsal=True)
+        page.page({"machine": result("machine")}, rehearsal=True)
+
+
+def test_an_archive_that_was_brought_back_becomes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, place in {"RECORDS": "records", "CHARTS": "charts", "PAGE": "gpu.md"}.items():
+        monkeypatch.setattr(page, name, tmp_path / place)
+    folder = tmp_path / "there"
+    folder.mkdir()
+    tables = ["| row | a |", "|---|--:|", "| x | 1 |", "| ratio | b |", "|---|--:|", "| y | 2 |"]
+    run.keep({**result("machine", rows=[{"value": 7}]), "tables": []}, folder)
+    run.keep({**result("steps"), "tables": tables}, folder)
+    monkeypatch.setenv(archive.VARIABLE, str(tmp_path))
+    archive.save(folder)
+    page.main(["--archive", str(tmp_path / archive.NAME)])
+    assert {file.name for file in (tmp_path / "records").iterdir()} == {"machine.json", "steps.json"}
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| value |\n| --- |\n| 7 |" in text and "| x | 1 |\n\n| ratio | b |" in text
 
 
 def test_the_committed_page_is_made_of_the_committed_records() -> None:
@@ -288,3 +467,35 @@ def test_a_day_is_rehearsed(names: list[str], tmp_path: Path, capfd: pytest.Capt
     assert page.PAGE.read_bytes() == committed
     run.main(["--rehearse", "--folder", str(tmp_path), "--list"])
     assert capfd.readouterr().out.count("  done after ") == len(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "kills"),
+    [(["build", "sanitizer"], 1), pytest.param(NAMES, 2, marks=pytest.mark.slow)],
+    ids=["two parts", "all parts"],
+)
+def test_a_day_is_rehearsed_in_calls_that_are_killed(
+    names: list[str], kills: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    only = [] if names == NAMES else ["--only", *names]
+    code = rehearsal.main(["--kills", str(kills), *only])
+    said = capfd.readouterr().out
+    assert code == 0, said
+    table = [line for line in said.splitlines() if line.startswith("| ")]
+    assert len(table) >= 2 + kills + 1
+
+
+def test_a_rehearsal_in_calls_notices_what_went_wrong() -> None:
+    killed = rehearsal.Call(60.0, -signal.SIGKILL, ("a", "b"), ("a",), "b")
+    last = rehearsal.Call(60.0, 0, ("c", "b"), ("c", "b"), "")
+    assert rehearsal.faults([killed, last], 1, ["a", "b", "c"]) == []
+
+    def faults(*calls: rehearsal.Call) -> str:
+        return " ".join(rehearsal.faults(calls, 1, ["a", "b", "c"]))
+
+    assert "run again, though no call was killed in it: a" in faults(
+        killed, replace(last, begun=("a", "c", "b"))
+    )
+    assert "not done: c" in faults(killed, replace(last, done=("b",)))
+    assert "had to be killed" in faults(replace(killed, killed_in=""), last)
+    assert "longer than" in faults(killed, replace(last, seconds=60 * parts.CALL + 1))

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.run import get_args_parser
 
 from tests.gpu import pack
-from tests.gpu.day import examples, largest, overlap, sanitizer
+from tests.gpu.day import examples, largest, ncu, overlap, ranks, sanitizer, tiers
+from tests.gpu.day.conformance import ALLOWED
 from tests.gpu.day.ranks import Ended
 from tests.gpu.day.streams import late, waits
+from tests.zero_full.runs import assert_same, reference
+from zero_full.comm.transport import Native
 from zero_full.examples import export_and_reload, from_deepspeed
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +159,50 @@ def test_the_scripts_take_what_they_are_started_with(tmp_path: Path, monkeypatch
     assert started == 5
 
 
+NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","Context","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","void zf::adam_kernel<float>(Slots)","1","Command","gpu__time_duration.sum","ns","9,000"
+"1","void zf::adam_kernel<float>(Slots)","1","Command","gpu__time_duration.sum","ns","2,345"
+"1","void zf::adam_kernel<float>(Slots)","1","Command","dram__bytes_read.sum","byte","1,000,000"
+"2","void zf::some_adam_kernel_of_torch(int)","1","Command","gpu__time_duration.sum","ns","7"
+"3","unscale_kernel","1","Command","gpu__time_duration.sum","ns","50.5"
+"3","unscale_kernel","1","Command","another.metric","ns","1"
+"""
+
+
+def test_ncus_table_is_read_and_the_last_launch_of_a_kernel_counts() -> None:
+    assert ncu.measured(NCU) == {
+        "adam_kernel": {"ns": 2345.0, "bytes read": 1e6},
+        "unscale_kernel": {"ns": 50.5},
+    }
+    assert "--clock-control none" in " ".join(ncu.command("ncu")), "the card's clocks are not ours"
+    sources = "".join(file.read_text() for file in (ROOT / "csrc" / "cuda").glob("*.cu"))
+    assert all(f" {kernel}(" in sources for kernel in ncu.KERNELS)
+
+
+@pytest.mark.parametrize("spoiled", ["", "all_gather", "all_to_all", "reduce_scatter"])
+def test_a_collective_that_changes_values_is_found(spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if spoiled:
+        honest = getattr(Native, spoiled)
+
+        def spoil(self: Native, whole: Tensor, *rest: Any) -> None:
+            honest(self, whole, *rest)
+            for tensor in (whole, *(each for each in rest if isinstance(each, Tensor))):
+                tensor[-1:] = 5
+
+        monkeypatch.setattr(Native, spoiled, spoil)
+    asked = SimpleNamespace(ranks=1, device="cpu", tiny=True)
+    assert ranks.passes("native", asked) == (not spoiled)
+
+
+def test_delayed_updates_have_a_reference_that_lags_by_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "AFTER", tiers.STEPS)
+    assert_same(tiers.delayed_reference(), reference(1, tiers.STEPS))  # never delayed: plain AdamW
+    monkeypatch.setattr(tiers, "AFTER", 1)
+    lagging, plain = tiers.delayed_reference(), reference(1, tiers.STEPS)
+    assert max(float((lagging[name] - plain[name]).abs().max()) for name in plain) > ALLOWED["fp32"]
+
+
 # What is packed ----------------------------------------------------------------------------------
 
 
@@ -200,6 +248,27 @@ def test_packing_counts_all_that_travels_and_fails_above_the_limit(
     assert "   1.00 MiB  it.whl" in capsys.readouterr().out
     monkeypatch.setattr(pack, "LIMIT", tracked)
     assert pack.main(["--folder", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("missing", [None, "cuda"])
+def test_operators_that_were_compiled_before_are_packed(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, folder = tmp_path / "built", tmp_path / "operators"
+    built.mkdir()
+    printed = ""
+    for part in ("cpu", "cuda"):
+        library = built / f"zf_{part}-0123456789abcdef-0123456789abcdef.so"
+        library.write_bytes(b"compiled")
+        printed += f"{part}: not built: no nvcc\n" if part == missing else f"{part}: {library}\n"
+    done = SimpleNamespace(stdout=f"cpu: compiling adam.cpp\n{printed}")
+    monkeypatch.setattr(pack.subprocess, "run", lambda command, **how: done)
+    if missing:
+        with pytest.raises(SystemExit, match="no operators for cuda"):
+            pack.build("90", "python", folder)
+    else:
+        pack.build("90", "python", folder)
+        assert {file.name for file in folder.iterdir()} == {file.name for file in built.iterdir()}
 
 
 def test_the_folder_is_ignored() -> None:

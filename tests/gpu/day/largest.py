@@ -27,7 +27,7 @@ from zero_full.plan import plan
 OUT_OF_MEMORY = 42  # exit code of a rank
 NEAR = 0.05  # the search ends when what trained and what did not are so close
 ROWS = 256  # of a batch
-SECONDS = 60  # of an attempt
+SECONDS = 40  # of an attempt
 
 
 @dataclass(frozen=True)

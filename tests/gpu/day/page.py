@@ -2,6 +2,7 @@
 
     python -m tests.gpu.day.page                  of site/records/gpu: the page as it is committed
     python -m tests.gpu.day.page --folder build/gpu-day   takes those results into site/records/gpu first
+    python -m tests.gpu.day.page --archive gpu-day.zip    the same from the archive that was brought back
 
 What a rehearsal has printed is no result: its page stays in its folder, and says so in its title and above.
 """
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -20,7 +22,7 @@ from matplotlib.figure import Figure
 from lessons.colours import SLATE
 from lessons.plots import INKS, picture
 from tests.bench.interleave import RATIO_HEAD, Ratio, table
-from tests.gpu.day import parts
+from tests.gpu.day import archive, parts
 from tests.gpu.day.parts import Part
 from tests.gpu.day.run import Result
 
@@ -35,19 +37,21 @@ whoever has one, with a torch that is built for it, how a first run goes, and, f
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
 ```
-make gpu-day                   # every part below, each of a few minutes; what is done is not run again
-make gpu-day MINUTES=9.5       # as many parts as fit; the same command goes on with the rest
-make gpu-day REHEARSE=1        # the same commands on a CPU, with tiny sizes
-make gpu-page                  # takes the results into this page
+make gpu-day                              # every part below; what is done is not run again
+make gpu-day MINUTES=9.5 OUT=build        # as many parts as fit; the same command goes on with the rest
+make gpu-day REHEARSE=1                   # the same commands on a CPU, with tiny sizes
+make gpu-rehearsal                        # a day on a CPU in three calls, of which two are killed
+make gpu-page ARCHIVE=build/gpu-day.zip   # takes the results into this page
 ```
 
-On a bare machine, without a network and without an environment of its own, `make gpu-day PYTHON=python3` does
-the same with what is installed there; `python -m tests.gpu.pack` packs what may be missing beforehand. A look
-at a single thing: `make test-gpu`, `make bench-gpu`. [In which order, and what is
-expected](../guide/first_gpu_run.md#the-day).
+A day is made for a GPU that is there for 30 minutes, in calls of 9.5 minutes. After every part one archive
+has all results, so a call that is killed loses one part. On a bare machine, without a network and without an
+environment of its own, `make gpu-day PYTHON=python3` does the same with what is installed there; `python -m
+tests.gpu.pack` packs what may be missing beforehand. A look at a single thing: `make test-gpu`, `make
+bench-gpu`. [In which order, and what is expected](../guide/first_gpu_run.md#the-day).
 
-The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which these commands
-set.
+The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which the parts about
+them set. All other parts run under the defaults.
 """
 FIRST_RUN = "<!-- include: site/docs/guide/first_gpu_run.md -->\n"  # a part of this page on the site
 FOLD = '<details class="records" markdown="1"><summary>{}</summary>\n'
@@ -84,7 +88,7 @@ def page(results: dict[str, Result], rehearsal: bool) -> str:
 
 def overview(results: dict[str, Result]) -> str:
     """A line for each part: what is expected of it, and how it went."""
-    rows = [[part.title, part.expected, verdict(results.get(part.name))] for part in parts.ALL]
+    rows = [[part.title, part.expected_result, verdict(results.get(part.name))] for part in parts.ALL]
     table_of_all = markdown(["part", "expected", "state"], rows)
     return f"{FOLD.format('What is expected of each, and how it went')}\n{table_of_all}\n</details>\n"
 
@@ -116,7 +120,7 @@ def section(part: Part, result: Result) -> str:
     ]
     if result["tables"]:  # a benchmark prints its own, with its ratios
         printed = re.sub(r"(?m)^## (.*)$", r"\n### \1\n", "\n".join(result["tables"]))
-        lines.append(re.sub(r"(?m)(^\|.*\n)(?=\| ratio )", r"\1\n", printed).strip() + "\n")
+        lines.append(re.sub(r"(?m)(^\|.*\n)(?=\|.*\n\|-)", r"\1\n", printed).strip() + "\n")
     else:
         lines += tables(result["rows"])
     lines.append("</details>\n")
@@ -195,6 +199,9 @@ def charts(results: dict[str, Result]) -> list[Chart]:
         name.partition(" / copy")[0]: (1 / value, 1 / high, 1 / low)
         for name, (value, low, high) in ratios("kernels").items()
     }
+    with_operators = ratios("steps-operators", "large-operators")
+    steps = ratios("steps", "large-steps")
+    steps |= {f"{name}, all operators": bar for name, bar in with_operators.items()}
     largest = {
         f"stage {row['stage']}" + (", state on the host" if row["state on the host"] else ""): row[
             "parameters, M"
@@ -204,9 +211,7 @@ def charts(results: dict[str, Result]) -> list[Chart]:
     hidden = {row["run"]: row["hidden"] for row in rows_of("traces") if row.get("hidden") is not None}
     alone = [{name: (value,) * 3 for name, value in values.items()} for values in (largest, hidden)]
     found = [
-        Chart(
-            "steps", "Step time, as a ratio", ratios("steps", "large-steps"), "as long as the other's step"
-        ),
+        Chart("steps", "Step time, as a ratio", steps, "as long as the other's step"),
         Chart("operators", "Operators: share of a copy's speed", speed, "as fast as a copy"),
         Chart("largest", "Largest model that trains, millions of parameters", alone[0]),
         Chart("hidden", "Share of the communication that is hidden", alone[1]),
@@ -239,6 +244,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Write the page, and say where."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, help="results to be taken into the records")
+    parser.add_argument("--archive", type=Path, help="the same, in an archive")
     parser.add_argument("--rehearsal", action="store_true", help="the folder's own page, of a rehearsal")
     asked = parser.parse_args(given)
     if asked.rehearsal:
@@ -250,6 +256,10 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         if asked.folder is not None:
             take(asked.folder)
+        if asked.archive is not None:
+            with TemporaryDirectory() as unpacked:
+                archive.load(asked.archive, Path(unpacked), rehearsal=False)
+                take(Path(unpacked))
         results, drawings, target = results_in(RECORDS), CHARTS, PAGE
     text = page(results, asked.rehearsal)
     draw(results, drawings, asked.rehearsal)

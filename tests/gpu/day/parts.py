@@ -1,28 +1,39 @@
-"""The parts of a day, in the order in which they are run: first what decides whether the rest makes sense."""
+"""The parts of a day, in the order in which they are run: first what decides whether the rest makes sense.
+
+[Note: expected minutes] The minutes below are estimates, because no GPU has run a day yet. A day has to fit
+into `DAY` minutes, in calls of at most `CALL`. A part is started if its minutes are left in the call, and it
+is stopped after `OVERRUN` times as long. A rehearsal on a CPU has one estimate for all parts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LIMIT = 8.0  # minutes, of every part
+DAY, CALL = 30.0, 9.5  # minutes
+OVERRUN = 2.5
+REHEARSED = 2.0  # minutes of a part in a rehearsal: tiny sizes, on a CPU that may have other work
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. On a CPU, `small` comes behind its arguments, and wins where both say something."""
+    """One command. In a rehearsal `small` comes after its arguments, and wins where both set an option."""
 
     name: str
     title: str
-    expected: str  # for the page
-    minutes: float  # a guess of how long it takes: within a budget it is started only if so much is left
+    expected_result: str  # for the page
+    minutes: float  # see [Note: expected minutes]
     module: str
     arguments: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, rehearse: bool) -> list[str]:
-        """What Python is called with."""
+        """The arguments of Python."""
         device = ["--device", "cpu" if rehearse else "cuda"]
         return ["-m", self.module, *device, *self.arguments, *(self.small if rehearse else ())]
+
+    def seconds(self, rehearse: bool) -> float:
+        """How long it is expected to take."""
+        return 60 * (REHEARSED if rehearse else self.minutes)
 
 
 def checks(ranks: int, *names: str) -> tuple[str, ...]:
@@ -30,214 +41,295 @@ def checks(ranks: int, *names: str) -> tuple[str, ...]:
     return ("--ranks", str(ranks), *names)
 
 
-RANKS = "tests.gpu.day.ranks"
+RANKS, TESTS = "tests.gpu.day.ranks", "tests.gpu.day.tests_of"
+SANITIZER, LARGEST = "tests.gpu.day.sanitizer", "tests.gpu.day.largest"
+STEPS, OFFLOAD = "tests.bench.step_time", "tests.bench.offload"
 KERNELS = "tests/gpu/test_kernels_gpu.py"
-ONE_CARD = "tests/gpu/test_conformance_gpu.py"
 RULES = "tests/gpu/test_rules_gpu.py"
-TESTS, SANITIZER, LARGEST = "tests.gpu.day.tests_of", "tests.gpu.day.sanitizer", "tests.gpu.day.largest"
-HOST_STEPS = {"OMP_NUM_THREADS": "4"}  # of each rank
-STEPS = "tests.bench.step_time"
+DEFAULTS = {"ZERO_FULL_KERNELS": "auto"}
+OPERATORS = {"ZERO_FULL_KERNELS": "all"}
+HOST_STEPS = {**DEFAULTS, "OMP_NUM_THREADS": "4"}  # of each rank
 STEPS_THERE = (
-    *("--dtypes", "bf16", "--recompute", "--one-at-a-time"),
-    *("--rows", "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
-    *("--rounds", "3", "--steps", "8", "--warmup", "3", "--bucket", "50000000"),
+    *("--dtypes", "bf16", "--one-at-a-time", "--throughput"),
+    *("--steps", "8", "--warmup", "3", "--bucket", "50000000"),
 )
-STEPS_HERE = (
-    *("--sizes", "50k", "--rounds", "1", "--steps", "1", "--warmup", "1"),
-    *("--rows", "loop", "zero_full 2 alone"),
+SMALL_STEPS = (*STEPS_THERE, "--sizes", "125M", "--recompute", "--rounds", "3", "--rows")
+LARGE_STEPS = (*STEPS_THERE, "--sizes", "1.3B", "--rounds", "2", "--rows")
+STEPS_HERE = ("--sizes", "50k", "--rounds", "1", "--steps", "1", "--warmup", "1")
+OFFLOAD_HERE = (
+    *("--size", "50k", "--disk-size", "50k", "--dtype", "fp32"),
+    *("--rounds", "1", "--steps", "1", "--warmup", "1", "--mib", "1"),
 )
 ALL = (
     Part(
-        "there",
-        "What is there",
+        "machine",
+        "The machine",
         "The ceilings that other parts are compared with.",
         0.5,
-        "tests.gpu.day.there",
+        "tests.gpu.day.machine",
         small=("--numel", "100000", "--width", "64"),
+    ),
+    Part(
+        "one-rank",
+        "One rank under the defaults",
+        "Every run ends where plain AdamW on a CPU ends; one host synchronisation a step; the peak is the "
+        "plan's, within 2 %, also with the default sizes of buckets.",
+        1,
+        RANKS,
+        checks(1, "conformance", "synchronisations", "peak", "default-peak"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "two-ranks",
+        "Two ranks, with streams watched",
+        "The same with a real exchange; with one card both ranks share it. Overlap on and off give the same "
+        "bits, however late side streams are, and torch's sanitizer finds no unordered access.",
+        1.5,
+        RANKS,
+        checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "steps",
+        "Step time under the defaults",
+        "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2. On one card nothing is "
+        "gathered.",
+        1.2,
+        STEPS,
+        (*SMALL_STEPS, "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
+        STEPS_HERE,
+        DEFAULTS,
     ),
     Part(
         "build",
         "Build of the operators",
-        "A library that was brought along is found; otherwise it is compiled. Each operator runs "
+        "A library that was carried along is found; otherwise it is compiled. Each operator runs "
         "once and gives what the CPU gives.",
-        1.5,
+        0.6,
         "tests.gpu.day.build",
+        environment=OPERATORS,
     ),
     Part(
-        "operators",
-        "Operators against the CPU and fp64",
-        "No failure. Skipped are tests that need two devices.",
-        2,
-        TESTS,
-        (KERNELS,),
-        ("tests/gpu/test_samples.py", "-k", "not_written"),
-    ),
-    Part(
-        "one-rank",
-        "One rank",
-        "Every run ends where plain AdamW on a CPU ends; one host synchronisation a step; the peak is the "
-        "plan's, within 2 %.",
-        1,
-        RANKS,
-        checks(1, "conformance", "synchronisations", "peak"),
-        ("--tiny",),
-    ),
-    Part(
-        "two-ranks",
-        "Two ranks",
-        "The same with a real exchange; with one card both ranks share it. Overlap on and off give the same "
-        "bits, however late side streams are.",
-        2,
-        RANKS,
-        checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
-        ("--tiny",),
-    ),
-    Part("four-ranks", "Four ranks", "As two ranks.", 1.5, RANKS, checks(4, "conformance"), ("--tiny",)),
-    Part(
-        "kernels",
-        "Streaming operators beside a copy",
-        "At least 0.90 of a copy's speed: a ratio of at most 1.11.",
-        1.5,
-        "tests.bench.kernels_gpu",
-        ("--rounds", "9"),
-        ("--numel", "50000", "--rounds", "1", "--topics", "adam", "unscale"),
-    ),
-    Part(
-        "small-kernels",
-        "The same on few elements",
-        "No aim: below some 16 MB starts of kernels count.",
-        0.5,
-        "tests.bench.kernels_gpu",
-        ("--numel", "4194304", "--rounds", "5"),
-        ("--numel", "2000", "--rounds", "1", "--topics", "blocks"),
-    ),
-    Part(
-        "steps",
-        "Step time",
-        "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2. On one card nothing is "
-        "gathered.",
-        2,
+        "steps-operators",
+        "Step time with all operators",
+        "No slower than under the defaults.",
+        0.8,
         STEPS,
-        ("--sizes", "125M", *STEPS_THERE),
+        (*SMALL_STEPS, "loop", "zero_full 2 alone", "zero_full 3"),
         STEPS_HERE,
-    ),
-    Part(
-        "traces",
-        "How much of the communication is hidden",
-        "At stage 3 a larger prefetch bucket hides more; nothing is hidden without overlap, or between ranks "
-        "that share a card.",
-        1.5,
-        RANKS,
-        checks(2, "traces"),
-        ("--tiny",),
-    ),
-    Part(
-        "failures",
-        "When a rank dies, raises or skips a call",
-        "Every process ends by itself, and says why.",
-        1,
-        RANKS,
-        checks(2, "killed", "raising", "skipping"),
-        ("--tiny",),
-    ),
-    Part(
-        "examples",
-        "The scripts of zero_full.examples",
-        "They run as the guide says.",
-        1.5,
-        "tests.gpu.day.examples",
-        small=("--tiny",),
+        OPERATORS,
     ),
     Part(
         "large-steps",
-        "Step time of a larger model",
-        "As with the smaller one.",
-        3,
+        "A model of 1.3 billion parameters beside DDP and FSDP2",
+        "Tokens per second and MFU on the same card: no slower than FSDP2.",
+        1.5,
         STEPS,
-        ("--sizes", "1.3B", *STEPS_THERE),
+        (*LARGE_STEPS, "loop", "DDP", "FSDP2", "zero_full 2", "zero_full 3"),
         STEPS_HERE,
+        DEFAULTS,
     ),
     Part(
-        "one-card",
-        "Conformance of ranks that share a card",
-        "No failure. Skipped is what needs another number of devices.",
-        3,
-        TESTS,
-        (ONE_CARD,),
-        ("-m", "not gpu", "-k", "staged-2-0"),
+        "large-operators",
+        "The same model with all operators",
+        "No slower than under the defaults.",
+        0.7,
+        STEPS,
+        (*LARGE_STEPS, "loop", "zero_full 2", "zero_full 3"),
+        STEPS_HERE,
+        OPERATORS,
     ),
     Part(
-        "rules",
-        "LAMB, Muon, Lion and the rules at one bit",
-        "Every step is the oracle's: on one rank, on two that share a card, and over NCCL. No failure. "
-        "Skipped is what needs two devices.",
-        3,
-        TESTS,
-        (RULES, "-m", "gpu"),
-        ("-m", "not gpu", "-k", "staged-OneBitAdam"),
-    ),
-    Part(
-        "tests",
-        "The other tests on a GPU",
-        "Operators on large tensors, on streams and in graphs, and the engine: no failure. Skipped are tests "
-        "that need two devices or more memory.",
-        3,
-        TESTS,
-        (
-            "tests/gpu",
-            *(f"--ignore={file}" for file in (KERNELS, ONE_CARD, RULES)),
-            *("-m", "gpu", "-k", "not sanitizer"),
-        ),
-        ("-m", "not gpu", "-k", "written_beside"),
-    ),
-    Part(
-        "sanitizer",
-        "Operators under compute-sanitizer: memory and races",
-        "No error.",
-        3,
-        SANITIZER,
-        ("--tools", "memcheck", "racecheck"),
-    ),
-    Part(
-        "sanitizer-more",
-        "Operators under compute-sanitizer: memory that nobody has written, barriers",
-        "No error.",
-        3,
-        SANITIZER,
-        ("--tools", "synccheck", "initcheck"),
+        "tiers",
+        "Offload on every tier",
+        "State and parameters on the host and on a disk, early and delayed steps: every run ends where plain "
+        "AdamW on a CPU ends, and a step reads one value from the device, also with LAMB.",
+        1,
+        RANKS,
+        checks(1, "tiers", "reads"),
+        ("--tiny",),
+        DEFAULTS,
     ),
     Part(
         "offload",
-        "State on the host and on a disk",
-        "At most 0.75 of the better peer's step, and on a disk 1.25 of the longer of computing and moving; "
-        "copies are hidden beside other work, and early steps make a step shorter.",
-        5,
-        "tests.bench.offload",
+        "Step time with offload",
+        "Copies are hidden beside other work; early and delayed steps make a step shorter; on a disk at most "
+        "1.25 of the longer of computing and moving.",
+        2.2,
+        OFFLOAD,
         (
-            *("--topics", "peers", "overlap", "disk"),
-            *("--size", "125M", "--dtype", "bf16", "--rounds", "3", "--bucket", "10000000"),
+            *("--topics", "tiers", "disk", "--size", "125M", "--dtype", "bf16"),
+            *("--rounds", "2", "--bucket", "10000000"),
         ),
+        OFFLOAD_HERE,
+        HOST_STEPS,
+    ),
+    Part(
+        "offload-peers",
+        "Step time with offload, beside FSDP2",
+        "At most 0.75 of the better peer's step.",
+        1.2,
+        OFFLOAD,
         (
-            *("--topics", "overlap", "disk", "--size", "50k", "--disk-size", "50k", "--dtype", "fp32"),
-            *("--rounds", "1", "--steps", "1", "--warmup", "1", "--mib", "1"),
+            *("--topics", "peers", "--size", "125M", "--dtype", "bf16"),
+            *("--rounds", "2", "--bucket", "10000000"),
         ),
+        OFFLOAD_HERE,
+        HOST_STEPS,
     ),
     Part(
         "largest",
         "The largest model that trains",
-        "What is cut is not there: stage 3 trains a larger model than stage 0, and with state on the host a "
-        "larger one yet.",
-        4,
+        "What is sharded takes no memory: stage 3 trains a larger model than stage 0, and with state on the "
+        "host a larger one yet.",
+        1.8,
         LARGEST,
         ("--ranks", "4", "--gib", "2", "--stages", "0", "3"),
         ("--ranks", "1", "--stages", "3", "--tiny"),
         HOST_STEPS,
     ),
     Part(
+        "operators",
+        "Operators against the CPU and fp64",
+        "No failure. Skipped are tests that need two devices.",
+        1.3,
+        TESTS,
+        (KERNELS,),
+        ("tests/gpu/test_samples.py", "-k", "not_written"),
+        OPERATORS,
+    ),
+    Part(
+        "kernels",
+        "Streaming operators beside a copy",
+        "At least 0.90 of a copy's speed: a ratio of at most 1.11.",
+        1,
+        "tests.bench.kernels_gpu",
+        ("--rounds", "7"),
+        ("--numel", "50000", "--rounds", "1", "--topics", "adam", "unscale"),
+        OPERATORS,
+    ),
+    Part(
+        "ncu",
+        "Four kernels under ncu",
+        "Adam, the norm of the gradients, quantization and packed signs: near the memory's bandwidth.",
+        0.7,
+        "tests.gpu.day.ncu",
+        small=("--tiny",),
+        environment=OPERATORS,
+    ),
+    Part(
+        "sanitizer",
+        "Operators under compute-sanitizer: memory and races",
+        "No error.",
+        1.2,
+        SANITIZER,
+        ("--tools", "memcheck", "racecheck"),
+        environment=OPERATORS,
+    ),
+    Part(
+        "sanitizer-more",
+        "Operators under compute-sanitizer: barriers, uninitialized memory",
+        "No error.",
+        1.2,
+        SANITIZER,
+        ("--tools", "synccheck", "initcheck"),
+        environment=OPERATORS,
+    ),
+    Part(
+        "alone",
+        "NCCL's collectives and stage 3's hooks on one rank",
+        "A group of size one: in place, in every type, on three streams and with empty splits. With units "
+        "forced, a unit of nine parameters costs the host at most 0.3 ms a micro-batch at stage 3.",
+        0.7,
+        RANKS,
+        checks(1, "native", "hooks"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "ranks-operators",
+        "Two ranks with all operators",
+        "Every run ends where plain AdamW on a CPU ends, with the same bits whether or not streams overlap.",
+        0.7,
+        RANKS,
+        checks(2, "conformance", "streams"),
+        ("--tiny",),
+        OPERATORS,
+    ),
+    Part(
+        "four-ranks",
+        "Four ranks",
+        "As two ranks.",
+        0.7,
+        RANKS,
+        checks(4, "conformance"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "traces",
+        "How much of the communication is hidden",
+        "At stage 3 a larger prefetch bucket hides more; nothing is hidden without overlap, or between ranks "
+        "that share a card.",
+        0.8,
+        RANKS,
+        checks(2, "traces"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "failures",
+        "When a rank dies, raises or skips a call",
+        "Every process ends by itself, and says why.",
+        0.6,
+        RANKS,
+        checks(2, "killed", "raising", "skipping"),
+        ("--tiny",),
+        DEFAULTS,
+    ),
+    Part(
+        "rules",
+        "LAMB, Muon, Lion and the rules at one bit",
+        "Every step is the oracle's: on one rank, on two that share a card, and over NCCL. No failure. "
+        "Skipped is what needs two devices.",
+        1,
+        TESTS,
+        (RULES, "-m", "gpu"),
+        ("-m", "not gpu", "-k", "staged-OneBitAdam"),
+        OPERATORS,
+    ),
+    Part(
+        "tests",
+        "The other tests on a GPU",
+        "Operators on large tensors, on streams and in graphs, and the engine: no failure. Skipped are tests "
+        "that need two devices or more memory.",
+        1,
+        TESTS,
+        (
+            "tests/gpu",
+            *(f"--ignore={file}" for file in (KERNELS, RULES)),
+            # Runs of ranks that share a card are those of the parts two-ranks and four-ranks.
+            *("-m", "gpu", "-k", "not sanitizer and not ranks_of_one_device"),
+        ),
+        ("-m", "not gpu", "-k", "written_beside"),
+        OPERATORS,
+    ),
+    Part(
+        "examples",
+        "The scripts of zero_full.examples",
+        "They run as the guide says.",
+        0.9,
+        "tests.gpu.day.examples",
+        small=("--tiny",),
+        environment=DEFAULTS,
+    ),
+    Part(
         "largest-between",
         "The largest model at the stages between",
         "Stage 2 trains a larger one than stage 1.",
-        4,
+        1.2,
         LARGEST,
         ("--ranks", "4", "--gib", "2", "--stages", "1", "2"),
         ("--ranks", "1", "--stages", "2", "--tiny"),

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 import zero_full
-from tests.gpu.day import conformance, failures, memory, overlap, streams
+from tests.gpu.day import conformance, failures, hooks, memory, native, overlap, streams, tiers
 from tests.gpu.day.place import Place
 from tests.gpu.day.rows import parser_for, say
 from tests.worlds import free_port
 
 Check = Callable[[Place], None]
-SECONDS = 240  # of one check
+SECONDS = 90  # of one check: a part has several, and ends after some minutes
 PATIENCE = {True: 3, False: 20}  # seconds that a rank waits for another one; in a rehearsal and otherwise
 GRACE = 10  # seconds that ranks have to end after one has failed, beside what they wait for each other
 SHOWN = 600  # characters of what a rank has written at last
@@ -37,7 +37,12 @@ CHECKS: dict[str, Check] = {
     "watched": streams.watched,
     "synchronisations": streams.synchronisations,
     "peak": memory.check,
+    "default-peak": memory.defaults,
     "traces": overlap.check,
+    "tiers": tiers.check,
+    "reads": tiers.reads,
+    "native": native.check,
+    "hooks": hooks.check,
 }
 
 

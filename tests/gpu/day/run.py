@@ -8,6 +8,10 @@ A part has a log and a JSON file in the folder. Its state is "running", which it
 killed, and then "done", "failed" (its process said so) or "stopped" (the time was over). Complete are only
 those that are done. The exit code is 0 if all parts are, 1 if one has failed or was stopped, and 2 if some
 have not been run.
+
+[Note: calls] A machine may be there for a few calls only, each of which may be killed, and may be another one
+in each call. So everything is written into one archive before and after every part (`archive.py`). A call
+goes on from an archive that lies in the folder of the results, or beside the wheels that were carried along.
 """
 
 import argparse
@@ -18,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -28,8 +31,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.gpu import pack
+from tests.gpu.day import archive, operators
 from tests.gpu.day import parts as of_the_day
-from tests.gpu.day.parts import LIMIT, Part
+from tests.gpu.day.parts import OVERRUN, Part
 
 ROOT = Path(__file__).parents[3]
 GRACE = 5.0  # seconds between asking a part to end and ending it
@@ -39,6 +43,12 @@ ALONE = {  # unless somebody has chosen
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # who asks whether there is a device can still be forked
 }
 SHOWN = 15  # lines of a failed part's log
+FOLDER = "GPU_DAY"  # environment variable of parts: the folder of the results
+# A part is a process group, so that it can be ended with all that it has started. It stays in the session of
+# the call, so that whoever ends the session ends the part.
+OWN_GROUP: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+)
 Result = dict[str, Any]
 
 
@@ -85,18 +95,16 @@ def card() -> str:
     return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
 
 
-def private_copy(brought: Path) -> Path:
-    """A folder of this user's with the same files: libraries from where others may write are refused.
+def end_leftovers(folder: Path) -> None:
+    """Kill processes of parts that an earlier call has left behind in this folder when it was killed.
 
-    It stays, with what is compiled into it, for the next call.
+    They would use the device beside the next part. Linux only: processes are known by their environment.
     """
-    mine = Path(tempfile.gettempdir()) / f"gpu-day-operators-{os.geteuid()}"
-    mine.mkdir(mode=0o700, exist_ok=True)
-    for file in brought.iterdir():
-        if file.is_file() and not (mine / file.name).exists():
-            shutil.copyfile(file, mine / file.name)
-            (mine / file.name).chmod(0o600)
-    return mine
+    mark = f"{FOLDER}={folder}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 class Day:
@@ -105,41 +113,55 @@ class Day:
     def __init__(self, folder: Path, rehearse: bool) -> None:
         self.folder, self.rehearse = folder, rehearse
         folder.mkdir(parents=True, exist_ok=True)
-        packages = pack.unpack(ROOT / pack.FOLDER, folder / "packages")
+        end_leftovers(folder)
+        carried = ROOT / pack.FOLDER
+        for earlier in (folder / archive.NAME, carried / archive.NAME):
+            if earlier.exists() and (taken := archive.load(earlier, folder, rehearse)):
+                print(f"going on from {earlier}, which has {len(taken)} parts", flush=True)
+        packages = pack.unpack(carried, folder / "packages")
         paths = [str(ROOT), *([str(packages)] if packages else []), os.environ.get("PYTHONPATH", "")]
-        given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-        if (brought := ROOT / pack.FOLDER / pack.OPERATORS).exists():
-            given["ZERO_FULL_CACHE"] = str(private_copy(brought))
+        self.cache = operators.private_cache([carried / pack.OPERATORS, folder / operators.COMPILED])
+        self.known = {library.name for library in self.cache.glob("*.so")}
         self.environment = {
             **ALONE,
             **os.environ,
-            "ZERO_FULL_KERNELS": "all",
-            "GPU_DAY": str(folder),
-            **given,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONUNBUFFERED": "1",
+            "ZERO_FULL_CACHE": str(self.cache),
+            FOLDER: str(folder),
         }
         self.card = "" if rehearse else card()
 
     def run(self, part: Part, seconds: float) -> Result:
         """Run a part for so long at most."""
         command = [sys.executable, *part.command(self.rehearse)]
+        switches = [f"{name}={value}" for name, value in part.environment.items()]
         result: Result = {
             "part": part.name,
             "state": "running",
             "began": datetime.now().astimezone().isoformat(timespec="seconds"),
             "rehearsal": self.rehearse,
             "card": self.card,
-            "command": shlex.join(["python", *command[1:]]),
+            "command": shlex.join([*switches, "python", *command[1:]]),
             "rows": [],
             "tables": [],
         }
         keep(result, self.folder)
+        self.save()
         began = time.monotonic()
         with (self.folder / f"{part.name}.log").open("w") as log:
             code = self._follow(part, command, result, log, seconds)
         result["state"] = "stopped" if code is None else "failed" if code else "done"
         result |= {"code": code, "seconds": round(time.monotonic() - began, 1)}
         keep(result, self.folder)
+        self.save()
         return result
+
+    def save(self) -> None:
+        """Write the archive."""
+        operators.keep_compiled(self.cache, self.known, self.folder)
+        if left_out := archive.save(self.folder):
+            print(f"too large for the archive: {', '.join(left_out)}", flush=True)
 
     def _follow(
         self, part: Part, command: list[str], result: Result, log: TextIO, seconds: float
@@ -153,7 +175,7 @@ class Day:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,
+            **OWN_GROUP,
         )
 
         def read() -> None:
@@ -211,6 +233,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also what is done")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--folder", type=Path, help="of results; default: build/gpu-day, or -rehearsal")
+    parser.epilog = f"the archive {archive.NAME} is written into ${archive.VARIABLE}, else into the folder"
     return parser.parse_args(given)
 
 
@@ -224,7 +247,7 @@ def main(given: Sequence[str] | None = None, parts: Sequence[Part] = of_the_day.
     wanted = [part for part in parts if not asked.only or part.name in asked.only]
     if asked.list:
         for part in wanted:
-            print(f"{part.name:<12} about {part.minutes:g} min  {state_of(part, folder)}")
+            print(f"{part.name:<16} about {part.minutes:g} min  {state_of(part, folder)}")
         return 0
     run_all(wanted, Day(folder, asked.rehearse), asked)
     if asked.rehearse:
@@ -235,6 +258,7 @@ def main(given: Sequence[str] | None = None, parts: Sequence[Part] = of_the_day.
         print(f"FAILED: {part.name}, see {folder / part.name}.log")
     if left:
         print(f"not run: {', '.join(part.name for part in left)}; the same command goes on with them")
+    print(f"all results: {archive.target(folder)}")
     return 1 if bad else 2 if left else 0
 
 
@@ -242,12 +266,12 @@ def run_all(wanted: Sequence[Part], day: Day, asked: argparse.Namespace) -> None
     """One after the other, as long as the time lasts."""
     ends = time.monotonic() + 60 * (asked.minutes or float("inf"))
     for part in to_run(wanted, day.folder, asked.again):
-        remaining = ends - time.monotonic()
-        if remaining < 60 * part.minutes:
-            print(f"{part.name}: not started, it takes about {part.minutes:g} min")
+        remaining, expected = ends - time.monotonic(), part.seconds(day.rehearse)
+        if remaining < expected:
+            print(f"{part.name}: not started, it takes about {expected / 60:g} min")
             continue
         print(f"{part.name}: {part.title} ...", flush=True)
-        result = day.run(part, min(60 * LIMIT, remaining))
+        result = day.run(part, min(OVERRUN * expected, remaining))
         print(f"{part.name}: {state_of(part, day.folder)}", flush=True)
         if result["state"] != "done":
             lines = (day.folder / f"{part.name}.log").read_text().splitlines()[-SHOWN:]

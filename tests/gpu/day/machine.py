@@ -1,4 +1,4 @@
-"""What is there: versions, driver, compiler, memory, and how fast it copies and multiplies."""
+"""The machine: versions, driver, compiler, memory, and how fast it copies and multiplies."""
 
 import platform
 import shutil
