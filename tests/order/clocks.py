@@ -1,8 +1,8 @@
-"""Accesses to the same bytes that nothing orders: a vector clock for each stream, and one for the host.
+"""Accesses to the same bytes that nothing orders: a vector clock for each stream and each thread of the host.
 
-An event has the clock of its stream, a wait joins it to another stream's. What the host has read is over, and
-so is all before it, when the host asks for the next thing. Two accesses of which one is a write, on two
-streams, are a race unless the clock of the later one knows of the earlier one.
+An event has the clock of its queue, a wait joins it to another one's. What a thread asks a stream for comes
+after what the thread has done and waited for. Two accesses of which one is a write, by two queues, are a race
+unless the clock of the later one knows of the earlier one.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ Clock = list[int]
 class Past:
     """An access that was."""
 
-    stream: int
+    queue: int
     time: int
     access: Access
     item: Item
@@ -45,26 +45,24 @@ def races(record: Recorder) -> list[Race]:
 
 
 def _conflicts(record: Recorder) -> Iterator[tuple[Past, Past]]:
-    size = len(record.streams)
-    clocks = [[0] * size for _ in range(size)]
-    host, events = [0] * size, dict[int, Clock]()
+    size = len(record.queues)
+    clocks, events = [[0] * size for _ in range(size)], dict[int, Clock]()
     pasts: list[list[Past]] = [[] for _ in record.blocks]
     for item in record.items:
-        clock = clocks[item.stream]
-        _join(clock, host)
-        if item.kind == "wait":
+        clock = clocks[item.queue]
+        if item.thread != item.queue:
+            _join(clock, clocks[item.thread])
+        if item.kind == "wait" and item.event in events:  # else it was before anything was written down
             _join(clock, events[item.event])
-        clock[item.stream] += 1
+        clock[item.queue] += 1
         for access in item.accesses:
-            now = Past(item.stream, clock[item.stream], access, item)
+            now = Past(item.queue, clock[item.queue], access, item)
             for past in pasts[access.block]:
-                if _touch(past.access, access) and clock[past.stream] < past.time:
+                if _touch(past.access, access) and clock[past.queue] < past.time:
                     yield past, now
             pasts[access.block] = [p for p in pasts[access.block] if not _is_settled(p, now, clock)] + [now]
         if item.kind == "record":
             events[item.event] = list(clock)
-        if item.kind == "read":
-            _join(host, clock)
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -78,7 +76,7 @@ def _touch(one: Access, other: Access) -> bool:
 def _is_settled(past: Past, now: Past, clock: Clock) -> bool:
     """Whether whoever comes after `now` comes after `past`, and would be told of `now` instead."""
     covers = now.access.start <= past.access.start and past.access.stop <= now.access.stop
-    return covers and (now.access.writes or not past.access.writes) and past.time <= clock[past.stream]
+    return covers and (now.access.writes or not past.access.writes) and past.time <= clock[past.queue]
 
 
 def _told(record: Recorder, first: Past, second: Past) -> Race:
@@ -93,4 +91,4 @@ def _place(record: Recorder, past: Past) -> str:
     does = does or ("writes" if past.access.writes else "reads")
     operation = past.item.call[0] if past.item.call else ""
     stack = "\n    ".join(past.item.stack[:6])
-    return f"{record.streams[past.stream].name} {does} {operation}\n    {stack}"
+    return f"{record.queues[past.queue].name} {does} {operation}\n    {stack}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -11,11 +12,17 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.order.models import data
+from tests.order.models import WIDTH, data
 from tests.order.runs import Case, one_step
-from tests.order.trace import SimStream
+from tests.order.trace import SimEvent, SimStream
 from zero_full.comm import lane
 from zero_full.comm.lane import Job, Pending, StreamLane
+from zero_full.offload.host_device_copies import HostGradientSlice
+from zero_full.offload.nvme_params import Buffer
+from zero_full.offload.nvme_state import Block, OpenNvmeTier
+from zero_full.offload.param_store import HostParamSlice
+from zero_full.shard.group.checksum import fingerprint
+from zero_full.shard.group.master import Master
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes.gather import ParameterGatherer
@@ -23,7 +30,13 @@ from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.peers import Trip
 
+TWO = {"gradient_accumulation_steps": 2}
 BF16 = {"bf16": {"enabled": True}}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+STATE_IN_FILE = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 2 * WIDTH * (WIDTH + 1)}
+PARAMS_ALONE = {"offload_param": {"device": "cpu"}}
+PARAMS_ON_HOST = {**HOST, "offload_param": {"device": "cpu"}}
+PARAMS_IN_FILE = {**HOST, "offload_param": {"device": "nvme", "max_in_cpu": 0}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -171,6 +184,28 @@ def send_for_each_module(self: ZeroOptimizer, groups: Any) -> None:
                 module.register_forward_pre_hook(lambda module, args, each=each: each.wait())
 
 
+@torch.no_grad()
+def loading(engine: zero_full.Engine, step: int) -> None:
+    """A step, a forward that leaves gathers behind, and masters are loaded with other values."""
+    with torch.enable_grad():
+        one_step(engine, step)
+    state = engine.optimizer.state_dict()
+    loss = engine(data(step, 9, engine.optimizer.parts.flats[0].dtype))
+    for key, each in state["tensors"].items():
+        if key.startswith("parameters/"):
+            each["values"].mul_(0.5)
+    engine.optimizer.load_state_dict(state)
+    assert float(loss) > 0
+
+
+def saving(engine: zero_full.Engine, step: int) -> None:
+    """A checkpoint is written beside a step."""
+    with TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder, asynchronous=True)
+        one_step(engine, step)
+        engine.wait_for_checkpoint()
+
+
 def resuming(engine: zero_full.Engine, step: int) -> None:
     """A step, and its state is loaded with other values."""
     one_step(engine, step)
@@ -234,6 +269,51 @@ def order_nothing(self: StreamLane, earlier: Any, later: Any) -> None:
     """Several streams write to one flat buffer, and none waits for the one that has made it."""
 
 
+# Copies between device and host ------------------------------------------------------------------
+
+COPIERS = "host_device_copies"  # the file that makes their streams
+
+
+def wait_unless_copying(self: SimStream, event: SimEvent) -> None:
+    """Slices are copied before they are reduced, or stepped."""
+    if COPIERS not in self.name:
+        WAIT(self, event)
+
+
+WAIT = SimStream.wait_event
+
+
+def return_early(self: SimEvent) -> None:
+    """Nobody waits for the end of a copy."""
+    if COPIERS not in self.queue.name:
+        SYNCHRONIZE(self)
+
+
+SYNCHRONIZE = SimEvent.synchronize
+
+
+def settle_unfinished(self: Master) -> None:
+    """New parameters are used while they are on their way up."""
+    if self.sending is not None:
+        self.sending, self.on_device = None, fingerprint(self.parameters.shard)
+
+
+def read_into_one_buffer(self: OpenNvmeTier, which: int, blocks: Sequence[Block]) -> list[Tensor]:
+    """The next part is read over the part that is stepped or written."""
+    return WINDOWS(self, 0, blocks)
+
+
+WINDOWS = OpenNvmeTier._windows
+
+
+def wait_unless_uploading(self: SimStream, other: SimStream) -> None:
+    """Slices go up into memory that another stream still uses."""
+    if "param_store" not in self.name:
+        WAIT_STREAM(self, other)
+
+
+WAIT_STREAM = SimStream.wait_stream
+
 MISTAKES = {
     "a stream that waits for nobody": Mistake(
         instead(SimStream, "wait_stream", lambda self, other: None), Case(2)
@@ -283,14 +363,49 @@ MISTAKES = {
         instead(ZeroOptimizer, "_update", update_while_clearing), Case(2), "_slice_memory"
     ),
     "matrices are worked on before they are whole": Mistake(
-        instead(Trip, "work", work_unarrived), Case(2, keys=MUON, steps=2, depth=8)
+        instead(Trip, "work", work_unarrived), Case(2, keys=MUON, depth=8)
     ),
     "pieces are moved before anything has come back": Mistake(
-        instead(Trip, "come_back", come_back_unarrived), Case(2, keys=MUON, steps=2, depth=8)
+        instead(Trip, "come_back", come_back_unarrived), Case(2, keys=MUON, depth=8)
     ),
     "two producers write one buffer": Mistake(
         instead(StreamLane, "order", order_nothing),
         Case(1, "two streams", zero={"reduce_bucket_size": 10**6}),
         shows=False,
+    ),
+    "a copy does not wait for what it copies": Mistake(
+        instead(SimStream, "wait_event", wait_unless_copying), Case(2, keys=BF16, zero=HOST)
+    ),
+    "a copy returns early": Mistake(
+        instead(SimEvent, "synchronize", return_early), Case(2, keys=BF16, zero=HOST)
+    ),
+    "parameters are used before they are up": Mistake(
+        instead(Master, "settle", settle_unfinished), Case(2, keys=BF16, zero=HOST)
+    ),
+    "gradients are read before they are down": Mistake(
+        instead(HostGradientSlice, "arrived", lambda self: self.memory), Case(2, keys=TWO, zero=HOST)
+    ),
+    "a slice on the host is written while it is copied": Mistake(
+        instead(HostParamSlice, "values", property(lambda self: self.at_rest)),
+        Case(3, keys=BF16, zero=PARAMS_ON_HOST, drive=loading),
+        "slice of layers",
+    ),
+    "a buffer of parameters is read into while it is copied": Mistake(
+        instead(Buffer, "synchronize", lambda self: None),
+        Case(3, keys=BF16, zero=PARAMS_IN_FILE),
+        "nvme_params",
+    ),
+    "state is read over state": Mistake(
+        instead(OpenNvmeTier, "_windows", read_into_one_buffer),
+        Case(3, keys=BF16, zero=STATE_IN_FILE),
+        "aligned_empty",
+    ),
+    "a checkpoint is written while it is copied": Mistake(
+        instead(SimStream, "synchronize", lambda self: None),
+        Case(1, keys=BF16, ranks=1, drive=saving),  # several ranks agree after the copy, and so wait for it
+        "async_save",
+    ),
+    "a slice goes up before its place is free": Mistake(
+        instead(SimStream, "wait_stream", wait_unless_uploading), Case(3, keys=BF16, zero=PARAMS_ALONE)
     ),
 }

@@ -1,10 +1,11 @@
-"""A record computed anew, in another order that a device may choose, in memory that is used again at once.
+"""A record computed anew, in another order that is as good, in memory that is used again at once.
 
-Each stream does what is queued on it one after the other; a wait waits for its event; what the host has asked
-for after it has read a value comes after that value. All else is free, and `choose` decides whose turn it is.
+Each stream and each thread does one thing after the other; a wait waits for its event; a stream does nothing
+that its thread has not asked for yet. All else is free, and `choose` decides whose turn it is.
 
 Addresses are dealt as a caching allocator deals them: in the order of the host's calls, from what the same
-stream has let go of, the last first. What is let go of is filled with NaN when its stream gets there.
+stream has let go of, the last first. What is let go of is filled with NaN when its stream gets there. The
+host's is filled at once, and is not used again.
 """
 
 import random
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.order.trace import BYTES, Item, Recorder, Ref, mapped
+from tests.order.trace import BYTES, COMPUTE, HOST, Item, Recorder, Ref, mapped
 
 ALIGNMENT = 64  # bytes, as torch has it
 NAN = 0xFF  # in all bytes: NaN in every type of numbers with a point
-Choose = Callable[[Sequence[int]], int]  # of streams that can go on, the one that does
+Choose = Callable[[Sequence[int]], int]  # of queues that can go on, the one that does
 
 
 def side_first(ready: Sequence[int]) -> int:
@@ -29,6 +30,11 @@ def side_first(ready: Sequence[int]) -> int:
 def side_last(ready: Sequence[int]) -> int:
     """What runs beside is always late."""
     return min(ready)
+
+
+def script_first(ready: Sequence[int]) -> int:
+    """The script's thread and stream are as far ahead as they can be; then comes what was made last."""
+    return next((each for each in (HOST, COMPUTE) if each in ready), max(ready))
 
 
 def seeded(seed: int) -> Choose:
@@ -64,7 +70,11 @@ class Player:
         for item in self.record.items:
             if item.kind in ("make", "free"):
                 number = item.accesses[0].block
-                need, pool = _rounded(self.record.blocks[number].nbytes), free.setdefault(item.stream, [])
+                block = self.record.blocks[number]
+                need, pool = (
+                    _rounded(block.nbytes),
+                    [] if block.owner is None else free.setdefault(block.owner, []),
+                )
                 if item.kind == "free":
                     pool.append(rooms[number])
                     continue
@@ -102,23 +112,22 @@ class Player:
     def _order(self, choose: Choose) -> Sequence[int]:
         """The numbers of all items, as the device does them."""
         items = self.record.items
-        queues: list[list[int]] = [[] for _ in self.record.streams]
+        queues: list[list[int]] = [[] for _ in self.record.queues]
         for number, item in reversed(list(enumerate(items))):
-            queues[item.stream].append(number)
-        reads = [n for n, item in reversed(list(enumerate(items))) if item.kind == "read"]
+            queues[item.queue].append(number)
+        known = {item.event for item in items if item.kind == "record"}
         passed, order = set[int](), list[int]()
         while any(queues):
-            limit = reads[-1] if reads else len(items)
-            ready = [
-                stream
-                for stream, queue in enumerate(queues)
-                if queue and queue[-1] <= limit and _may_go(items[queue[-1]], passed)
-            ]
+            ready = []
+            for each, queue in enumerate(queues):
+                if queue:
+                    item, asks = items[queue[-1]], queues[items[queue[-1]].thread]
+                    asked = item.thread == each or not asks or asks[-1] > queue[-1]
+                    if asked and (item.kind != "wait" or item.event in passed or item.event not in known):
+                        ready.append(each)
             number = queues[choose(ready)].pop()
             if items[number].kind == "record":
                 passed.add(items[number].event)
-            if number == limit:
-                reads.pop()
             order.append(number)
         return order
 
@@ -141,10 +150,6 @@ class Player:
         for result, ref in zip(results or (), returned or (), strict=True):
             if isinstance(ref, Ref) and result.data_ptr() != self._tensor(ref).data_ptr():
                 self._tensor(ref).copy_(result)
-
-
-def _may_go(item: Item, passed: set[int]) -> bool:
-    return item.kind != "wait" or item.event in passed
 
 
 def _rounded(nbytes: int) -> int:

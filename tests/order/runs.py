@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 import zero_full
-from tests.order.echo import NoSpares, on_an_accelerator
+from tests.order.echo import on_an_accelerator
 from tests.order.models import DEPTH, WIDTH, Model, data
 from tests.order.trace import Recorder
 from tests.zero_full.runs import config
@@ -37,35 +38,49 @@ class Case:
     ranks: int = 2
     me: int = 0
     drive: Drive = one_step
-    steps: int = 3
+    steps: int = 2  # the second one prefetches, and uses memory again
     depth: int = DEPTH
     optimizer: Callable[[Any], Any] | None = None  # a user's own, of the parameters
 
-    def config(self, overlap: bool) -> dict[str, Any]:
-        """Its configuration: a bucket for each layer, and at stage 3 nothing is kept."""
-        zero = {"reduce_bucket_size": WIDTH * (WIDTH + 1), "overlap_comm": overlap}
+    def config(self, overlap: bool, folder: Path) -> dict[str, Any]:
+        """Its configuration: a bucket for each layer, and at stage 3 nothing is kept.
+
+        Files of sections whose device is "nvme" are in the folder.
+        """
+        zero: dict[str, Any] = {"reduce_bucket_size": WIDTH * (WIDTH + 1), "overlap_comm": overlap}
         if self.stage == 3:
             zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-        return config(self.stage, **{**self.keys, "zero_optimization": {**zero, **self.zero}})
+        for key, section in self.zero.items():
+            in_file = isinstance(section, dict) and section.get("device") == "nvme"
+            zero[key] = {**section, "nvme_path": str(folder)} if in_file else section
+        return config(self.stage, **{**self.keys, "zero_optimization": zero})
 
     def __str__(self) -> str:
         plain = Case(self.stage)
-        said = [f"stage {self.stage}", *map(str, self.keys), *map(str, self.zero)]
+        said = [f"stage {self.stage}", *map(str, self.keys)]
+        for key, value in self.zero.items():
+            section = value if isinstance(value, dict) else {}
+            said.append(" ".join([key, *(f"{k}={v}" for k, v in section.items())]))
         said += [
             f"{k} {v}" for k, v in vars(self).items() if k in ("kind", "ranks") and v != getattr(plain, k)
         ]
         return ", ".join([*said, *([self.drive.__name__] if self.drive is not one_step else [])])
 
 
-def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lambda made: made) -> Recorder:
+def recorded(
+    case: Case, overlap: bool = True, late: bool = False, lane: Callable[[Any], Lane] = lambda made: made
+) -> Recorder:
     """Train; write down all that happens from the first forward to the values that come out.
 
-    `lane` may put another in the place of each lane.
+    `late`: when threads run, see `Recorder`. `lane` may put another in the place of each lane.
     """
-    recorder = Recorder()
-    with on_an_accelerator(recorder, lane):
+    recorder = Recorder(late)
+    with on_an_accelerator(recorder, lane) as folder:
         topology = Topology(data=FakeGroup(range(case.ranks), case.me))
-        model, keys = Model(case.kind, case.me, recorder, case.depth), case.config(overlap)
+        model = Model(case.kind, case.me, recorder, case.depth)
+        for param in model.parameters():
+            recorder.put_on_device(param)
+        keys = case.config(overlap, folder)
         if case.optimizer is not None:
             del keys["optimizer"]
         engine, optimizer, _, _ = zero_full.initialize(
@@ -75,9 +90,6 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
             topology=topology,
             dist_init_required=False,
         )
-        optimizer.reducer.spares = NoSpares()
-        for gradients in (group.gradients for group in optimizer.trained):
-            gradients.spares = optimizer.reducer.spares
         with recorder.recording():
             _call_by_name(recorder, optimizer)
             for step in range(case.steps):
@@ -85,6 +97,7 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
             for name, values in final_values(optimizer).items():
                 recorder.finals[name] = values.clone()
                 recorder.host_reads(values)
+        engine.destroy()
     return recorder
 
 

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 import zero_full
+from tests.order.device import DEVICE
 from tests.order.runs import Case, one_step, recorded
-from tests.slow_copies import slow_copies
-from zero_full.flight.rank_files import folder_of
-from zero_full.offload import HostTier
-from zero_full.offload.param_store import HostParamStore, ParamStore
 from zero_full.optim.step import Peers, Piece
 from zero_full.shard.step.agreement import numbers_on
 
@@ -35,7 +32,7 @@ STEPS = 3
 
 def reads(case: Case, overlap: bool = True) -> dict[str, float]:
     """How often in a step, by the function that reads."""
-    places = [item.stack[0].split()[-1] for item in recorded(case, overlap).items if item.kind == "read"]
+    places = [item.stack[0].split()[-1] for item in recorded(case, overlap).items if item.stops_host]
     return {place: n / case.steps for place, n in Counter(places).items() if place != "recorded"}
 
 
@@ -52,7 +49,7 @@ def test_a_recording_makes_the_host_wait_for_nothing_more(stage: int, tmp_path: 
     file = tmp_path / "step.json"
     keys = {"debug": {"record": str(file)}, "gradient_clipping": 0.1}
     assert list(reads(Case(stage, keys=keys)).values()) == [1]
-    assert any(folder_of(file).iterdir())  # it was recorded
+    assert file.exists()  # it was recorded
 
 
 def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
@@ -60,10 +57,11 @@ def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
 
 
 @pytest.mark.parametrize("depth", [4, 8])
-def test_an_overflow_costs_two_more_whatever_the_number_of_parameters(depth: int) -> None:
+def test_an_overflow_costs_three_more_whatever_the_number_of_parameters(depth: int) -> None:
     for stage in range(4):
         found = reads(Case(stage, keys=OVERFLOWING, depth=depth))
-        assert found == {"_add_up": 1, "_look_here": 1, "gather_objects": 1}
+        # The squares are added up in fp32, and once more in fp64: they may overflow where gradients do not.
+        assert found == {"_add_up": 2, "_look_here": 1, "gather_objects": 1}
 
 
 # Every rule and every tier -----------------------------------------------------------------------
@@ -72,19 +70,13 @@ def test_an_overflow_costs_two_more_whatever_the_number_of_parameters(depth: int
 def counted(engine: zero_full.Engine, step: int) -> None:
     """A step, and a value that is read behind it, so that steps can be told apart."""
     one_step(engine, step)
-    torch.ones(()).item()
+    torch.ones((), device=DEVICE).item()
 
 
 def reads_of_each_step(case: Case) -> list[dict[str, int]]:
-    """How often in each step, by the function that reads. With a host tier, as for a model on a device."""
-
-    def param_store(tier: HostTier, device: torch.device) -> ParamStore:
-        return HostParamStore()
-
-    with slow_copies(), mock.patch.object(HostTier, "param_store", param_store):
-        items = recorded(case).items
+    """How often in each step, by the function that reads."""
     steps = [Counter[str]()]
-    for place in [item.stack[0].split()[-1] for item in items if item.kind == "read"]:
+    for place in [item.stack[0].split()[-1] for item in recorded(case).items if item.stops_host]:
         if place == "counted":
             steps.append(Counter())
         else:
@@ -129,6 +121,13 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 # Where something may fail on one rank within a step, all ranks ask for it in a second exchange.
 MAY_FAIL = {"none": 0, "NVMe": 2}
+# With state on the host a rule that needs other ranks' values moves them to the device and back: sums once
+# for all parameters, Muon's matrices one by one.
+EXCHANGES = {
+    "Lamb": {"totals": 1},
+    "a user's": {"totals": 1},
+    "Muon": {"leave": 2, "_work_on": 4, "come_back": 2},
+}
 
 
 def case_of(rule: str, stage: int, steps: int = STEPS, **zero: Any) -> Case:
@@ -162,6 +161,9 @@ def test_a_step_of_every_rule_on_every_tier(rule: str, tier: str, stage: int, tm
             section["nvme_path"] = str(tmp_path)
     asks = MAY_FAIL.get(tier, 1)
     steady = {"_add_up": 1} | ({"gather_messages": asks} if asks else {})
+    if "offload_optimizer" in zero:
+        half = tier == "half" and rule == "Muon"  # half of the matrices
+        steady |= {place: n // 2 if half else n for place, n in EXCHANGES.get(rule, {}).items()}
     case = case_of(rule, 3 if "offload_param" in zero else stage, **zero)
     first, *rest = reads_of_each_step(case)
     assert rest == [steady] * (STEPS - 1)
@@ -179,17 +181,17 @@ def test_a_step_whose_update_is_delayed(stage: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "stage", "averages"),
     [
-        ("OneBitAdam", 0, {"_raise_if_not_finite": 1}),
-        ("OneBitLamb", 0, {"_raise_if_not_finite": 1, "_read": 1}),
-        ("ZeroOneAdam", 0, {"_raise_if_not_finite": 1}),
-        ("ZeroOneAdam", 1, {"_raise_if_not_finite": 1}),
+        ("OneBitAdam", 0, {"average": 1}),
+        ("OneBitLamb", 0, {"average": 1, "_to_host": 1}),
+        ("ZeroOneAdam", 0, {"average": 1}),
+        ("ZeroOneAdam", 1, {"average": 1}),
     ],
 )
 def test_a_step_of_a_rule_that_averages_itself(rule: str, stage: int, averages: dict[str, int]) -> None:
     """The second answer is of the average: whether all that was sent is finite."""
     steps = reads_of_each_step(case_of(rule, stage, 6))
     local = [{"_add_up": 1}] if rule == "ZeroOneAdam" else []
-    assert steps[1] == {"_add_up": 1} | ({"read": 1} if rule == "OneBitLamb" else {})
+    assert steps[1] == {"_add_up": 1} | ({"_coefficients": 1} if rule == "OneBitLamb" else {})
     for found in steps[3:]:
         assert found == {"_add_up": 1, **averages} or found in local
     assert local == [] or local[0] in steps[3:]

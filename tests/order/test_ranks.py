@@ -36,7 +36,7 @@ def order_of(case: Case, me: int, lane: Callable[[Any], Lane] = lambda made: mad
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_rank_has_the_order_of_the_first(case: Case) -> None:
     first, *others = (order_of(case, me) for me in range(case.ranks))
-    assert len(first) > 10 and all(order == first for order in others)
+    assert len(first) >= 10 and all(order == first for order in others)
 
 
 def test_a_bucket_that_leaves_when_it_is_full_is_found() -> None:

@@ -43,9 +43,18 @@ def test_many_random_ones(seed: int) -> None:
 # Not fooled --------------------------------------------------------------------------------------
 
 
-def tells_always(self: Site) -> bool:
-    """The first end of a module's backward is taken for the last."""
-    return True
+class Never:
+    """An attribute that is 0 whatever is written to it."""
+
+    def __get__(self, site: Any, kind: Any = None) -> int:
+        return 0
+
+    def __set__(self, site: Any, value: Any) -> None:
+        """Nothing."""
+
+
+# The first end of a module's backward is taken for the last.
+TOO_EARLY = [(Site, "silent", Never()), (Site, "is_used_unseen", Never())]
 
 
 def launch_and_take_later(self: GradientReducer, group: TrainedGroup) -> None:
@@ -76,7 +85,7 @@ def reduce_what_came_here(self: GradientReducer) -> None:
 
 def with_mistakes(comm: Any, cases: list[Case], mistakes: list[tuple[Any, str, Callable[..., Any]]]) -> Any:
     """The same, while the package makes these mistakes."""
-    patches = [mock.patch.object(*mistake) for mistake in mistakes]
+    patches = [mock.patch.object(*mistake, create=True) for mistake in mistakes]
     for patch in patches:
         patch.start()
     try:
@@ -87,11 +96,10 @@ def with_mistakes(comm: Any, cases: list[Case], mistakes: list[tuple[Any, str, C
 
 
 def test_a_bucket_that_leaves_before_all_uses_are_over_is_reduced_once_more_before_the_step() -> None:
-    early = [(Site, "tells", tells_always)]
-    close(POOL.run(with_mistakes, 2, KINDS, early), KINDS)
+    close(POOL.run(with_mistakes, 2, KINDS, TOO_EARLY), KINDS)
 
 
-RACE = [(Site, "tells", tells_always), (GradientReducer, "_launch", launch_and_take_later)]
+RACE = [*TOO_EARLY, (GradientReducer, "_launch", launch_and_take_later)]
 
 
 def test_gradients_that_a_job_takes_when_it_runs_do_no_harm_as_ranks_agree_on_what_is_late() -> None:

@@ -383,9 +383,13 @@ def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Te
 
 
 def indices_on(device: torch.device, indices: Sequence[int]) -> Tensor:
-    """Copy indices to the device through pinned memory. Indexing by a list makes the host wait for a copy."""
-    here = torch.tensor(indices, dtype=torch.int64, device="cpu")
-    if device.type in ("cpu", "meta"):
+    """Copy indices to the device. Indexing by a list makes the host wait for a copy."""
+    return copy_on(device, torch.tensor(indices, dtype=torch.int64, device="cpu"))
+
+
+def copy_on(device: torch.device, here: Tensor) -> Tensor:
+    """Copy a tensor of a few numbers to the device, from the host through pinned memory: it does not wait."""
+    if here.device.type != "cpu" or device.type in ("cpu", "meta"):
         return here.to(device)
     return here.pin_memory().to(device, non_blocking=True)
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from zero_full.errors import DisagreementError
+from zero_full.optim.step import copy_on
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
@@ -273,13 +274,9 @@ class _Side:
 
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
-    """Copy these numbers to the device through pinned memory, so that the host does not wait for it."""
-    here = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if device.type == "cpu":
-        return here
-    if not has_fp64(device):
-        here = here.float()
-    return here.pin_memory().to(device, non_blocking=True)
+    """Copy these numbers to the device, without waiting for it."""
+    here = torch.tensor(values, dtype=torch.float64 if has_fp64(device) else torch.float32, device="cpu")
+    return here if device.type == "cpu" else copy_on(device, here)
 
 
 def _mark_of(what: Any, bits: int) -> float:

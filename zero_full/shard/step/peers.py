@@ -27,7 +27,7 @@ from zero_full.comm.compressed import CompressedReduce
 from zero_full.comm.lane import Done, InlineLane, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, assign_work
-from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule, indices_on
+from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule, copy_on, indices_on
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 
@@ -70,7 +70,8 @@ class PartPeers(Peers):
             if ranks.size > 1:
                 numbers = [number for number, (_, each) in enumerate(named) if each is ranks]
                 theirs = indices_on(rows.device, numbers)
-                summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
+                rows_there = copy_on(ranks.device, totals[theirs])
+                summed = ranks.sum_numbers(rows_there, "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
         return Totals([member.param for member, _ in self.members], totals, mine)
 
