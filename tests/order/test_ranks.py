@@ -67,6 +67,6 @@ def test_the_order_does_not_depend_on_when_a_lane_runs_its_jobs(stage: int) -> N
 def test_a_rank_that_decides_alone_whether_a_bucket_leaves_again_is_found() -> None:
     with ExitStack() as planted:
         for mistake in (*RACE, (GradientReducer, "_reduce_rest", reduce_what_came_here)):
-            planted.enter_context(mock.patch.object(*mistake))
+            planted.enter_context(mock.patch.object(*mistake, create=True))
         case = Case(3, "again", zero=AS_THEY_ARE)
         assert on_each_communicator(case, late=False) != on_each_communicator(case, late=True)

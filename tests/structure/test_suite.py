@@ -1,4 +1,4 @@
-"""How the suite is run: pairs of values, parts that rotate, and a queue of files for two processes."""
+"""How the suite is run: pairs of values, parts that rotate, and a queue of files for several processes."""
 
 import os
 import subprocess
@@ -100,7 +100,7 @@ def test_{name}():
 """
 
 
-def test_two_processes_run_every_file_once_and_a_failure_fails_the_whole(tmp_path: Path) -> None:
+def test_the_processes_run_every_file_once_and_a_failure_fails_the_whole(tmp_path: Path) -> None:
     names, fails = [], "tests_zero_full_b"
     for folder, letter in product(("tests/zero_full", "tests/site", "tests/notebooks"), "abcde"):
         name = f"{folder}/{letter}".replace("/", "_")
@@ -113,7 +113,7 @@ def test_two_processes_run_every_file_once_and_a_failure_fails_the_whole(tmp_pat
     first, *lines, ended, total = done.stdout.splitlines()
     assert done.returncode == 1 and "seed 5" in first and "ended with code 1" in ended
     assert "14 passed" in total and "1 failed" in total
-    assert all(line[:3] in ("1: ", "2: ") for line in lines[:-1]) and f"::test_{fails}" in lines[-1]
+    assert all(line[:3] in ("1: ", "2: ", "3: ") for line in lines[:-1]) and f"::test_{fails}" in lines[-1]
 
 
 def test_an_error_while_tests_are_collected_fails_the_whole(tmp_path: Path) -> None:

@@ -122,11 +122,12 @@ class Master:
         if fuses and self.gradients.uses_param_grad:
             self.gradients.check_dense()
         self.copies = None
-        if self._writes_copies(fuses):
+        if fuses and self.has_copies and self.writes_copies():
             self.copies = self.sent if self.flow is not None else parameters.slice.fetch(self.values.device)
         self.adopts = adopts and self.copies is not None
-        # With host-device copies, writes were adopted before the step.
-        if self.flow is None and not self.adopts and self._may_be_written() and self.published is None:
+        # With host-device copies writes were adopted before the step, and released parameters have none.
+        is_current = self.published is not None or self.adopts or parameters.released_at_rest
+        if self.is_separate and self.flow is None and not is_current:
             self._adopt_slice()
         gradients = None  # None: they are in `param.grad`
         if not self.gradients.uses_param_grad:
@@ -150,13 +151,14 @@ class Master:
             pieces.append(piece)
         return pieces
 
-    def _writes_copies(self, fuses: bool) -> bool:
-        """Whether the stepper writes rounded parameters: compiled operators do that in the same pass."""
-        return fuses and self.has_copies and self.compiled_for(self.values.device)
+    def writes_copies(self) -> bool:
+        """Whether steppers write rounded parameters, too: compiled operators do that in the same pass."""
+        return self.compiled_for(self.values.device)
 
     def read_ahead(self, fuses: bool) -> bool:
         """Begin to read the slice that `fetch` will need. Returns False if no buffer is free."""
-        return not self._writes_copies(fuses) or self.parameters.slice.start_read(optional=True)
+        writes = fuses and self.has_copies and self.writes_copies()
+        return not writes or self.parameters.slice.start_read(optional=True)
 
     def put_away(self) -> None:
         """Copy the new values to this rank's slice of the parameters, after a step."""
@@ -168,7 +170,7 @@ class Master:
         elif self.is_separate:
             self.parameters.slice.update(self.values if self.copies is None else self.copies)
             self.published = None
-            if not self.adopts and self._may_be_written():
+            if not (self.adopts or self.parameters.released_at_rest):
                 self.published = column_sums(self.parameters.shard)
         self.copies = None
 
@@ -213,10 +215,6 @@ class Master:
             self.sending, self.published = None, column_sums(self.parameters.shard)
 
     # Writes of user code: see [Note: writes to parameters] ---------------------------------------
-
-    def _may_be_written(self) -> bool:
-        """Whether the parameters are a copy of the master that user code can write to at any time."""
-        return self.is_separate and not self.parameters.released_at_rest
 
     def _differs(self, published: Tensor) -> Tensor:
         """Whether the slice has changed, as a bool on the device."""

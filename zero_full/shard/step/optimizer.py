@@ -100,6 +100,7 @@ class Collected:
 
     scale: float  # the loss scale of the gradients
     averaged: bool  # True: averaged gradients; False: each rank's own
+    changed: list[Tensor]  # bools on the device: whether user code wrote to a slice of parameters
     failure: Exception | None  # why this rank cannot step; raised after the exchange, where other ranks wait
 
 
@@ -269,7 +270,8 @@ class ZeroOptimizer(OptimizerProxy):
         Returns None if there are no gradients. An error is returned in `failure` and not raised yet, because
         the other ranks are on their way into the exchange, where they learn of it.
         """
-        found, failure = self._find_changes()
+        changed: list[Tensor] = []
+        found, failure = self._find_changes(changed)
         reducer = self.reducer
         if not (self.has_peers or reducer.began or found.written or failure):
             return None  # with peers, another rank may have gradients: always go on to the exchange
@@ -280,10 +282,13 @@ class ZeroOptimizer(OptimizerProxy):
         for member, gradient in () if failure else found.written:
             reducer.put(member, gradient)
         scale, averaged = self.gradients.begin_step()
-        return Collected(scale, averaged, failure)
+        return Collected(scale, averaged, changed, failure)
 
-    def _find_changes(self) -> tuple[Found, Exception | None]:
-        """Find gradients that user code wrote or cleared since the last step. Returns them and any error."""
+    def _find_changes(self, changed: list[Tensor]) -> tuple[Found, Exception | None]:
+        """Find gradients that user code wrote or cleared since the last step. Returns them and any error.
+
+        Appends to `changed` for each group whose parameters it compares: see `Master.compare`.
+        """
         if self.closed or self.states_offloaded:
             raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
         if isinstance(self.base, NoOptimizer):
@@ -307,6 +312,8 @@ class ZeroOptimizer(OptimizerProxy):
             for group in self.trained:
                 if group.master.is_separate:
                     group.master.compare()
+                    if group.master.changed is not None:
+                        changed.append(group.master.changed)
             if self.settings.needs_norm:
                 for group in self.reducer.unbuffered:
                     group.gradients.check_dense()
@@ -333,10 +340,7 @@ class ZeroOptimizer(OptimizerProxy):
         alarm = self.offload is not None and bool(self.offload.error)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
-        late, changed = len(reducer.late), list[Tensor]()
-        for group in self.awake:
-            if group.master.changed is not None:
-                changed.append(group.master.changed)
+        late, changed = len(reducer.late), collected.changed
         said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, late, changed)
         agreed = self.agreement.exchange(said)
         if agreed.late and failure is None:
