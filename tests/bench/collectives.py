@@ -26,7 +26,7 @@ from tests.worlds import Pool
 from zero_full._compat import all_gather_single, reduce_scatter_single
 from zero_full.comm.communicator import choose_transport
 from zero_full.comm.shared_memory import share_memory
-from zero_full.comm.transport import Exchange, Transport, own_slice
+from zero_full.comm.transport import BackendTransport, Exchange, own_slice
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-reduce")
 NATIVE = "torch"
@@ -103,7 +103,7 @@ def batched_sends(whole: Tensor, out: Tensor) -> Tensor:
     return whole
 
 
-def ours(transport: Transport, collective: str) -> Primitive:
+def ours(transport: BackendTransport, collective: str) -> Primitive:
     """One of zero_full's transports."""
 
     def reduce_scatter(whole: Tensor, out: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def candidates() -> dict[tuple[str, str], tuple[Primitive, bool]]:
     found["all-gather", "batched sends"] = (batched_sends, False)
     used = choose_transport(group, CPU).name
     shared_memory = share_memory(group)
-    transports: list[Transport] = [Exchange(group)]
+    transports: list[BackendTransport] = [Exchange(group)]
     if shared_memory is not None:
         transports.append(shared_memory)
     for transport in transports:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_full
+from tests.order.device import DEVICE
 from tests.order.echo import on_an_accelerator
 from tests.order.trace import MAKES, WITHOUT_ACCESS, Recorder
 from tests.zero_full.runs import config
@@ -70,18 +71,22 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def cost_of_a_step(stage: int, keys: Mapping[str, Any]) -> tuple[int, int]:
     """Operations of a third step on one of two ranks, and bytes for each element that this rank owns."""
-    with on_an_accelerator(Recorder()):
+    recorder = Recorder()
+    with on_an_accelerator(recorder):
         torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        for param in model.parameters():
+            recorder.put_on_device(param)
         zero = {"reduce_bucket_size": 10**9, "stage3_param_persistence_threshold": 0}
         engine, optimizer, _, _ = zero_full.initialize(
-            model=nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
+            model=model,
             config=config(stage, **{**keys, "zero_optimization": zero}),
             topology=Topology(data=FakeGroup(range(2), 0)),
             dist_init_required=False,
         )
         dtype = optimizer.parts.flats[0].dtype
         for _ in range(STEPS):
-            x = torch.full((2, WIDTH), 0.1, dtype=dtype)
+            x = torch.full((2, WIDTH), 0.1, dtype=dtype, device=DEVICE)
             engine.backward(engine(x).float().square().mean())
             with Costs() as costs:
                 optimizer.step()

@@ -149,6 +149,23 @@ def test_a_forward_that_fails_ends_there(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def test_a_rank_whose_part_is_merged_while_it_ends_raises_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, path, close = engine_of(), tmp_path / "a.json", BlackBox._close
+
+    def close_while_another_rank_merges(box: BlackBox) -> None:
+        close(box)
+        merge(path)  # all ranks have ended: it removes their folder
+
+    monkeypatch.setattr(BlackBox, "_close", close_while_another_rank_merges)
+    recorder = engine.record(path)
+    train(engine)
+    recorder._fail("the ranks make different collectives")
+    assert recorder.closed and path.exists() and not folder_of(path).exists()
+    engine.destroy()
+
+
 def test_one_recording_at_a_time_and_a_new_one_takes_the_place_of_an_old(tmp_path: Path) -> None:
     path, engine = tmp_path / "a.json", engine_of()
     recorder = engine.record(path)

@@ -204,7 +204,7 @@ def test_destroy_lets_go_of_the_state_though_the_engine_is_held(tmp_path: Path) 
     with slow_copies():
         early = engine_of(1, "host, early steps", "")
         go(early, 0, 1, 2)
-        memory = [weakref.ref(each) for each in early.optimizer.steppers.early.places.values()]
+        memory = [weakref.ref(each) for each in early.optimizer.steppers.early.held()]
         assert memory
         early.destroy()
         assert not any(each() is not None for each in memory)

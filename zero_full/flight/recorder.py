@@ -192,13 +192,13 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
 
     A rank that did not end by `close` merges as well, because the others may never end.
     """
-    box.finish(how)
     folder = folder_of(box.path)
     try:
+        box.finish(how)
         alone = how != CLOSED and (not box.path.exists() or len(files_in(folder)) <= FEW)
         if alone or all_done(folder, box.about["ranks"]):
             merge(box.path)
-    except FileNotFoundError:  # another rank has merged the parts at the same time
+    except FileNotFoundError:  # another rank has merged the parts, and removed their folder
         pass
     except (OSError, RecordingError) as error:
         log.warning(NOT_MERGED, box.path, error, box.path)

@@ -99,6 +99,8 @@ class Master:
                 self.staging.append(self.sent)
             if self.gradients.down is not None:
                 self.staging.append(self.gradients.down.memory)
+        if self.is_separate:
+            self._note_published()
         self.note_versions()
 
     def leave(self) -> None:
@@ -169,9 +171,7 @@ class Master:
             self._send(self.flow)
         elif self.is_separate:
             self.parameters.slice.update(self.values if self.copies is None else self.copies)
-            self.published = None
-            if not (self.adopts or self.parameters.released_at_rest):
-                self.published = column_sums(self.parameters.shard)
+            self._note_published()
         self.copies = None
 
     # What is shown -------------------------------------------------------------------------------
@@ -215,6 +215,11 @@ class Master:
             self.sending, self.published = None, column_sums(self.parameters.shard)
 
     # Writes of user code: see [Note: writes to parameters] ---------------------------------------
+
+    def _note_published(self) -> None:
+        """Note that the slice equals the master: sum it, unless its values are compared elsewhere."""
+        elsewhere = self.flow is not None or self.adopts or self.parameters.released_at_rest
+        self.published = None if elsewhere else column_sums(self.parameters.shard)
 
     def _differs(self, published: Tensor) -> Tensor:
         """Whether the slice has changed, as a bool on the device."""
@@ -269,7 +274,7 @@ class Master:
             self.settle()
         elif self.is_separate:
             self.parameters.shard.copy_(self.values)
-            self.published = None
+            self._note_published()
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -324,7 +329,7 @@ class Master:
         self.parameters.fill(member, value)
         if self.is_separate:
             self.parameters.write(self.values, member, value)
-            self.published = None
+            self._note_published()
         self.note_versions()
 
 

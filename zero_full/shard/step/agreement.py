@@ -275,8 +275,10 @@ class _Side:
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     """Copy these numbers to the device, without waiting for it."""
-    here = torch.tensor(values, dtype=torch.float64 if has_fp64(device) else torch.float32, device="cpu")
-    return here if device.type == "cpu" else copy_on(device, here)
+    on_host = device.type == "cpu"
+    dtype = torch.float64 if on_host or has_fp64(device) else torch.float32
+    here = torch.tensor(values, dtype=dtype, device="cpu")
+    return here if on_host else copy_on(device, here)
 
 
 def _mark_of(what: Any, bits: int) -> float:
