@@ -8,11 +8,11 @@
              the host's copy of the parameters' slice
 
 [Note: writes to parameters] User code may write to parameters between steps, and the master adopts what was
-written. Version counters miss writes through `param.data` and NumPy, and to compare each element with its
-rounded master costs more than a step of Adam. So a step notes `published`, the column sums of this rank's
-slice. The next step begins with `compare`, which sums the slice again. The result, `changed`, stays on the
-device, and ranks add it to the vector that they exchange before a step anyway. Only if the slice of some rank
-has changed does each rank look which of its groups have, and compare their elements.
+written. Version counters tell of most writes, but not of those through `param.data` and NumPy, and to compare
+each element with its rounded master costs more than a step of Adam. So a step notes `published`, the column
+sums of this rank's slice. The next step begins with `compare`, which sums the slice again. The result,
+`changed`, stays on the device, and ranks add it to the vector that they exchange before a step anyway. Only
+if the slice of some rank has changed does each rank look which of its groups have, and compare elements.
 
 The compiled operator of Adam reads the old parameters where it writes the new ones, and compares them itself.
 
@@ -232,8 +232,11 @@ class Master:
             return
         if self.flow is not None:
             self.settle()
-            if self.published is None:
-                self.adopt_device_writes()
+        released = self.parameters.released_at_rest
+        if not released and list(map(version_of, self.parameters.params)) != self.param_versions:
+            self.published = None  # written for certain: `fetch` compares elements
+        if self.flow is not None and self.published is None:
+            self.adopt_device_writes()
         if self.published is not None:
             self.changed = self._differs(self.published)
 
