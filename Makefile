@@ -21,7 +21,7 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 	@$(BIN)/python -m lessons demo
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
-# Three processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
+# Two processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
 WHICH = not slow and not gpu and not hf
 SUITE = command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
 	$(BIN)/python -m tests.suite -q --durations=20 -m "$(WHICH)" tests

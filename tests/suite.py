@@ -1,6 +1,6 @@
-"""`python -m tests.suite`: the tests in three processes beside each other, which take files from one queue.
+"""`python -m tests.suite`: the tests in two processes beside each other, which take files from one queue.
 
-Where the ranks of one process wait for each other, another process computes. Arguments go to pytest.
+Where the ranks of one process wait for each other, the other process computes. Arguments go to pytest.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytest
 
 from tests import rotation
 
-PROCESSES = 3
+PROCESSES = 2
 QUEUE, NUMBER = "ZERO_FULL_TEST_QUEUE", "ZERO_FULL_TEST_PROCESS"
 # Files of these folders share nothing, and may run beside each other. Files of another folder may share
 # results in build/ or in memory: one process runs them one after the other.

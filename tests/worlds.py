@@ -69,6 +69,9 @@ def _serve(pipe: Connection, port: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # As after destroying a group. A rank whose group was never made has counted it, and its next one
+            # would have another name than on the other ranks.
+            dist.distributed_c10d._world.group_count = 0
             if job % 16 == 0:
                 gc.collect()  # process groups have threads: do not let those of a hundred jobs pile up
         # By value: tensors handed over as shared memory would keep a file open each, and results are kept.

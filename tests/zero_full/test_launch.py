@@ -216,6 +216,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
             made = joined(port, comm.rank, dist_backend=backend)
         except LaunchError as error:
             real("gloo", init_method=f"file://{store}", rank=comm.rank, world_size=2)
+            dist.barrier()  # a rank that leaves at once would fail the one that is still connecting
             return str(error)
     told = said.call_args[0][0] % said.call_args[0][1:] if said.called else ""
     return asked, current, *made, told
