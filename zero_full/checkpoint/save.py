@@ -28,7 +28,7 @@ from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
-from zero_full.formatting import ranks_listed
+from zero_full.formatting import by_value
 from zero_full.shard.access.gathered_parameters import names_and_values
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk
 from zero_full.shard.group.checksum import digest
@@ -165,14 +165,11 @@ def share_of(chunk: Chunk) -> Chunk:
 def _check_same_arguments(same: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise CheckpointError if the arguments of the save differ between ranks."""
     for key in next(iter(same.values())):
-        by_value: dict[Any, list[int]] = {}
-        for rank, arguments in same.items():
-            by_value.setdefault(arguments[key], []).append(rank)
-        if len(by_value) > 1:
-            each = "; ".join(f"{value!r} on {ranks_listed(ranks)}" for value, ranks in by_value.items())
+        values = by_value({rank: repr(arguments[key]) for rank, arguments in same.items()})
+        if len(values) > 1:
             raise CheckpointError(
-                f"{key} differs between ranks: {each}. Every rank must pass the same arguments (the time of "
-                "day, in a name, differs between ranks)"
+                f"{key} differs between ranks: {'; '.join(values)}. Every rank must pass the same arguments "
+                "(the time of day, in a name, differs between ranks)"
             )
 
 
