@@ -471,7 +471,7 @@ def test_a_day_is_rehearsed(names: list[str], tmp_path: Path, capfd: pytest.Capt
 
 @pytest.mark.parametrize(
     ("names", "kills"),
-    [(["build", "sanitizer"], 1), pytest.param(NAMES, 2, marks=pytest.mark.slow)],
+    [(["build", "tiers"], 1), pytest.param(NAMES, 2, marks=pytest.mark.slow)],
     ids=["two parts", "all parts"],
 )
 def test_a_day_is_rehearsed_in_calls_that_are_killed(

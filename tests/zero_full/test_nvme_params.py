@@ -152,6 +152,7 @@ from torch import nn
 from zero_full.offload import BlockTier
 
 def anonymous():
+    ctypes.CDLL(None).malloc_trim(0)  # not what malloc keeps of what is freed
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
@@ -183,7 +184,7 @@ def test_a_large_model_takes_no_memory_but_buffers_and_units(tmp_path: Path) -> 
         [sys.executable, "-c", GROWTH, tmp_path], capture_output=True, text=True, timeout=100, check=False
     )
     assert not done.returncode, done.stderr
-    assert int(done.stdout) < 8.8 + 2 * 4.2 + 45, "and what malloc keeps"
+    assert int(done.stdout) < 8.8 + 2 * 4.2 + 25, "in MB"
 
 
 def growth(comm: Any, path: str, steps: int) -> list[list[int]]:

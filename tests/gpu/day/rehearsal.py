@@ -25,7 +25,7 @@ from tests.gpu.day import archive, parts
 from tests.gpu.day.parts import CALL, DAY
 from tests.gpu.day.run import ROOT, end_leftovers
 
-RUNNING = 2.0  # seconds that a part has run when its call is killed
+RUNNING = 1.0  # seconds that a part has run when its call is killed
 LATEST = 0.6  # of a call's time: it is killed then, also if a slow machine has begun fewer parts
 HEAD = ("call", "seconds", "parts begun", "done", "killed in")
 
