@@ -182,7 +182,8 @@ def assemble(
     `open_tier` opens the offload tier, without the usual checks of this host's memory and disks.
     """
     deferred, base = prepared.deferred, prepared.base
-    settings = one_bit_settings(base, prepared.settings, topology)
+    settings = replace(prepared.settings, dtypes=prepared.settings.dtypes.for_model(model))
+    settings = one_bit_settings(base, settings, topology)
     device = deferred.device
     separate = settings.overlap or device.type != "cpu"  # accelerators queue all work, always
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)

@@ -95,14 +95,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Plain:
-    """Plain torch; 16-bit parameters have fp32 masters, and buffers stay as they are."""
+    """Plain torch; 16-bit parameters have fp32 masters, and buffers and adapters stay as they are."""
 
     def __init__(self, run: Run, ranks: int, loss: Loss = own_loss) -> None:
         self.run, self.ranks, self.loss, self.module = run, ranks, loss, run.model()
         masters = [nn.Parameter(p.detach().float()) for p in self.module.parameters()]
         if run.numbers == "bf16":
-            for p in self.module.parameters():
-                p.data = p.data.bfloat16()
+            for name, p in self.module.named_parameters():
+                p.data = p.data if "lora_" in name else p.data.bfloat16()
         pairs = zip(self.module.parameters(), masters, strict=True)
         self.masters = {p: master for p, master in pairs if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.masters.values(), lr=0.01, eps=1e-3, weight_decay=0.1)

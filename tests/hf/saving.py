@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_full
@@ -92,9 +93,10 @@ def adapters(full: Full, state: State, directory: Path) -> State:
     base = llama()
     for p, theirs in zip(base.parameters(), base_parameters(full.module), strict=True):
         p.data = p.data.to(theirs.dtype)
-    wide = any("lora_" in name and value.dtype == torch.float32 for name, value in state.items())
-    loaded = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=wide)
-    return loaded.state_dict()
+    assert {value.dtype for value in load_file(directory / "adapter_model.safetensors").values()} == {
+        torch.float32
+    }
+    return peft.PeftModel.from_pretrained(base, directory).state_dict()
 
 
 def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -179,3 +181,30 @@ def constructed(comm: Any, families: Sequence[str], directory: Path, start: str)
             state = full.engine.module_state_dict()
         others[family] = [name for name, value in plain.state_dict().items() if not value.equal(state[name])]
     return others
+
+
+# A larger vocabulary -----------------------------------------------------------------------------
+
+
+def resized(comm: Any, directory: Path) -> list[str]:
+    """Parameters whose old rows are others after `resize_token_embeddings`, and what a later resize says."""
+    plain = llama()
+    if comm.rank == 0:
+        plain.save_pretrained(directory)
+    dist.barrier()
+    with zero_full.Init():
+        model = type(plain).from_pretrained(directory)
+    more = plain.config.vocab_size + 8
+    model.resize_token_embeddings(more)
+    with playing(Run("Llama"), comm.rank, module=model) as full:
+        state = full.engine.module_state_dict()
+        changed = [
+            name for name, value in plain.state_dict().items() if not value.equal(state[name][: len(value)])
+        ]
+        new = state["lm_head.weight"][-8:]
+        assert len(state["model.embed_tokens.weight"]) == len(state["lm_head.weight"]) == more
+        full.train(range(1))
+        assert new.isfinite().all() and not new.equal(full.engine.module_state_dict()["lm_head.weight"][-8:])
+        with pytest.raises(RuntimeError) as error:
+            full.module.resize_token_embeddings(more + 8)
+    return [*changed, str(error.value)]

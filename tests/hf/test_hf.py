@@ -63,6 +63,12 @@ def test_models_constructed_without_memory_have_the_same_values(tmp_path: Path, 
         assert others == {family: [] for family in families}
 
 
+def test_a_vocabulary_grows_between_init_and_initialize_and_not_later(tmp_path: Path) -> None:
+    for found in POOL.run(saving.resized, 2, tmp_path, limit=120, collective=60):
+        (refusal,) = found
+        assert "model.embed_tokens.weight is sharded" in refusal
+
+
 # What must not pass ------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
         return value
 
     with FakeTensorMode(), torch.device("cpu"):
-        state = {name: _like(t, dtypes.of(t.dtype)) for name, t in model.named_parameters()}
+        state = {name: _like(t, dtypes.of(t.dtype, name)) for name, t in model.named_parameters()}
         buffers = dtypes.of_buffers(model)
         state |= {name: _like(t, buffers[name]) for name, t in model.named_buffers()}
         fake_inputs = tuple(_like(t, t.dtype) for t in inputs)

@@ -126,4 +126,4 @@ def _check_experts(model: nn.Module, cluster: Cluster) -> None:
 
 
 def _activations(model: nn.Module, config: Config, inputs: Sequence[Tensor]) -> int | None:
-    return activations(model, inputs, settings_of(config).dtypes) if inputs else None
+    return activations(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else None

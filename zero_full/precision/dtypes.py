@@ -1,6 +1,7 @@
 """The dtypes of a training step: parameters, reduction, accumulation, masters, moments and buffers."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ class Dtypes:
     low_master: bool = False  # masters and gradients in the parameters' 16-bit dtype
     low_state: bool = False  # with bf16 masters: Adam's moments in bf16 instead of fp32
     rounding_seed: int | None = None  # seed of Adam's stochastic rounding to bf16; None: to the nearest
+    adapters: frozenset[str] = frozenset()  # names of PEFT's parameters, which keep the model's dtype
 
     def __post_init__(self) -> None:
         """Raise TypeError for a dtype that is not floating-point, ValueError for a seed without effect."""
@@ -37,9 +39,15 @@ class Dtypes:
                     f"{name} must be a floating-point dtype such as torch.bfloat16, not {dtype!r}"
                 )
 
-    def of(self, model: torch.dtype) -> torch.dtype:
-        """The dtype during training of a parameter whose dtype in the model is `model`."""
-        return self.parameter if self.parameter is not None and model.is_floating_point else model
+    def for_model(self, model: nn.Module) -> "Dtypes":
+        """The dtypes for training this model: `adapters` are those of PEFT in fp32."""
+        return replace(self, adapters=adapters_in_fp32(model))
+
+    def of(self, model: torch.dtype, name: str = "") -> torch.dtype:
+        """The dtype during training of the parameter `name`, whose dtype in the model is `model`."""
+        if self.parameter is None or not model.is_floating_point or name in self.adapters:
+            return model
+        return self.parameter
 
     def of_buffers(self, model: nn.Module) -> dict[str, torch.dtype]:
         """Every buffer's dtype during training, by name.
@@ -83,6 +91,26 @@ class Dtypes:
             "Adam's moments": self.moments_of(master),
             "buffers": self.buffer or "as the model has them",
         }
+        if self.adapters and self.parameter is not None:
+            rows["adapters of PEFT"] = torch.float32
         if self.rounding_seed is not None:
             rows["rounding of bf16"] = f"stochastic, seed {self.rounding_seed}"
         return {kind: str(dtype).removeprefix("torch.") for kind, dtype in rows.items()}
+
+
+def adapters_in_fp32(model: nn.Module) -> frozenset[str]:
+    """Return the names of PEFT's adapter parameters in fp32.
+
+    PEFT makes adapters in fp32 also for 16-bit weights, because small updates of 16-bit adapters are rounded
+    away. Its layers convert their inputs to an adapter's dtype, and the result to the layer's.
+    """
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # not imported: the model has no adapters
+    if peft is None:
+        return frozenset()
+    layers = [module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)]
+    names = [
+        (layer, name) for layer in layers for name in (*layer.adapter_layer_names, *layer.other_param_names)
+    ]
+    containers = [held for layer, name in names if isinstance(held := getattr(layer, name, None), nn.Module)]
+    adapters = {param for held in containers for param in held.parameters() if param.dtype == torch.float32}
+    return frozenset(name for name, param in model.named_parameters() if param in adapters)

@@ -219,9 +219,7 @@ class Dealer:
         named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
-        return FlatParameters(
-            members, kind, self._pair(kind), self.settings.dtypes, deferred, self.param_store
-        )
+        return FlatParameters(members, kind, self._pair(kind), deferred, self.param_store)
 
     def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
@@ -252,7 +250,8 @@ class Dealer:
         model = self.groups.model
         in_norm = model is None or model.rank == 0 or self.topology.is_split(name, param)
         asleep = trained and not param.requires_grad
-        return Kind(param.dtype, param.device, expert, in_norm, trained, asleep)
+        run_dtype = self.settings.dtypes.of(param.dtype, name)
+        return Kind(param.dtype, run_dtype, param.device, expert, in_norm, trained, asleep)
 
 
 def place_the_rest(
@@ -266,7 +265,7 @@ def place_the_rest(
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
         _broadcast(tensor.data, pair, name)
-        own_type = settings.dtypes.of(tensor.dtype)
+        own_type = settings.dtypes.of(tensor.dtype, name)
         tensor.data = tensor.data.to(own_type if isinstance(tensor, Parameter) else dtypes[name])
 
 

@@ -95,7 +95,7 @@ class Sizes:
         return total
 
     def _own(self, draft: Draft) -> torch.dtype:
-        return self.dtypes.of(draft.kind.dtype)
+        return draft.kind.run_dtype
 
     def _copy(self, draft: Draft) -> int:
         """Return the bytes of this rank's copy of parameters that is sent to the device, or 0.

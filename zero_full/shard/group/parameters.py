@@ -26,7 +26,7 @@ from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.offload import ParamSlice, ParamStore
-from zero_full.precision.dtypes import NAMES, Dtypes
+from zero_full.precision.dtypes import NAMES
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.released import OFFLOADED, released_class
 
@@ -50,7 +50,8 @@ FROZEN = -1
 class Kind:
     """Common properties of the parameters of one flat buffer."""
 
-    dtype: torch.dtype  # in the user's model; the run may use another one
+    dtype: torch.dtype  # in the user's model
+    run_dtype: torch.dtype  # during training
     device: torch.device
     expert: bool = False
     in_norm: bool = True  # False: another tensor-parallel rank counts the same gradients in the norm
@@ -109,7 +110,6 @@ class FlatParameters:
         members: Sequence[Member],
         kind: Kind,
         pair: Pair,
-        dtypes: Dtypes,
         deferred: bool = False,
         param_store: ParamStore | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class FlatParameters:
         self.shapes = [param.shape for param in self.params]
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
-        self.dtype = dtypes.of(kind.dtype)
+        self.dtype = kind.run_dtype
         self.layout = layout_of([m.param.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
         param_store = (
