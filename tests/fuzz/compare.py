@@ -69,10 +69,10 @@ class Comparison:
                 yield f"rank {rank}: {each.differed} has changed between two uses in one step"
             yield from (f"after leg {number}, rank {rank}: {text}" for text in self._end(rank, each))
 
-    def allowed(self, name: str) -> float:
-        """How much this parameter's master may be off, as a norm."""
-        reference, master = self.reference, self.reference.masters[name]
-        size = float(master.detach().norm())
+    def allowed(self, name: str, master: Tensor | None = None) -> float:
+        """How much this parameter's master may be off, as a norm. None: the first rank's master."""
+        reference = self.reference
+        size = float((reference.masters[name] if master is None else master).detach().norm())
         return self.tolerance * reference.travel[name] + FLOOR * size + self._of_rounding(name, size)
 
     def _of_rounding(self, name: str, size: float) -> float:
@@ -84,7 +84,7 @@ class Comparison:
         visible = rule.of_rank(rank) if isinstance(rule, OneBit) else self.reference.visible
         for alias, value in values.items():
             name = self.reference.names[alias]
-            if problem := self._rounding(visible[name], value, self.allowed(name)):
+            if problem := self._rounding(visible[name], value, self.allowed(name, visible[name])):
                 yield f"forward has used {alias} with other values: {problem}"
 
     def _rounding(self, master: Tensor, value: Tensor, room: float) -> str:
@@ -127,10 +127,11 @@ class Comparison:
         rule = reference.rule
         masters = rule.of_rank(rank) if isinstance(rule, OneBit) else reference.masters
         for name, value in shown.values.items():
-            if problem := self._rounding(masters[name], value, self.allowed(name)):
+            if problem := self._rounding(masters[name], value, self.allowed(name, masters[name])):
                 yield f"{name}: {problem}"
         for name, master in shown.masters.items():
-            yield from self._near(f"master of {name}", master, masters[name], self.allowed(name))
+            room = self.allowed(name, masters[name])
+            yield from self._near(f"master of {name}", master, masters[name], room)
             yield from self._state(name, shown.state[name])
 
     def _counters(self, shown: Shown) -> Iterator[str]:
