@@ -236,7 +236,7 @@ class ParameterGatherer:
         if order is not None and as_known:
             if self.prefetches:
                 self._prefetch(order)
-            if self.param_store.is_offloaded:
+            if self.param_store.can_fail:  # it reads from a file
                 self._read_ahead(order)
         for group in site.groups:
             if group.parameters.state is GatherState.GATHERING:
