@@ -119,19 +119,19 @@ inline Work collect(
 
 inline void adam_step_op(
     Tensors masters, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors steps, Tensors copies, double lr,
-    double beta1, double beta2, double eps, double weight_decay, bool decoupled, double factor) {
+    double beta1, double beta2, double eps, double weight_decay, bool decoupled, double factor, bool bias_correction) {
   if (masters.empty()) return;
   check_list(grads, masters, "adam_step", "grads");
   check_steps(steps, masters, "adam_step");
   const Work work = collect("adam_step", masters, grads, exp_avgs, exp_avg_sqs, steps, copies);
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled};
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled, bias_correction};
   adam_step(work.slots.data(), work.slots.size(), work.types, options, queue_of(masters[0]));
 }
 
 inline void adam_step_stochastic_op(
     Tensors masters, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors steps, std::vector<int64_t> keys,
     std::vector<int64_t> places, double lr, double beta1, double beta2, double eps, double weight_decay,
-    bool decoupled, double factor) {
+    bool decoupled, double factor, bool bias_correction) {
   if (masters.empty()) return;
   const char* op = "adam_step_stochastic";
   check_list(grads, masters, op, "grads");
@@ -146,7 +146,7 @@ inline void adam_step_stochastic_op(
     STD_TORCH_CHECK(places[i] >= 0, "zero_full::", op, ": place ", i, " is negative");
     slots.push_back({work.slots[i], uint64_t(keys[i]), uint64_t(places[i])});
   }
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled};
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled, bias_correction};
   adam_step_stochastic(slots.data(), slots.size(), work.types, options, queue_of(masters[0]));
 }
 

@@ -44,6 +44,7 @@ RULES = [
     Rule("Lion", params={"betas": [0.9, 0.99]}),
     Rule("Lamb", params=ADAMS),
     Rule("Muon", params={"momentum": 0.9}),
+    Rule("AdamW", params={**ADAMS, "bias_correction": False}),
     _one_bit("OneBitAdam"),
     _one_bit("OneBitLamb"),
     Rule(

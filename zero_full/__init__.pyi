@@ -12,6 +12,7 @@ from zero_full.comm.topology import Topology as Topology
 from zero_full.config import Config as Config
 from zero_full.construct import Init as Init
 from zero_full.construct import OnDevice as OnDevice
+from zero_full.engine.accelerator import get_accelerator as get_accelerator
 from zero_full.engine.engine import Engine as Engine
 from zero_full.engine.loader import RepeatingLoader as RepeatingLoader
 from zero_full.engine.loader import leave_signals as leave_signals
@@ -28,6 +29,7 @@ from zero_full.offload import BlockTier as BlockTier
 from zero_full.offload import DeviceTier as DeviceTier
 from zero_full.offload import HostTier as HostTier
 from zero_full.optim import Average as Average
+from zero_full.optim import FusedAdam as FusedAdam
 from zero_full.optim import Lamb as Lamb
 from zero_full.optim import Lion as Lion
 from zero_full.optim import Muon as Muon

@@ -95,6 +95,13 @@ CHECKPOINT = (
     _argument("checkpoint", "the folder that was given to save_checkpoint", metavar="CKPT"),
     _argument("--tag", "tag of the checkpoint (default: the latest)"),
 )
+FILL = _argument(
+    "--fill",
+    'a value for a key that is "auto" in the file, such as bf16.enabled=true (may be repeated)',
+    action="append",
+    default=[],
+    metavar="KEY=VALUE",
+)
 COMMANDS = (
     Command(
         "doctor",
@@ -129,6 +136,7 @@ COMMANDS = (
                 metavar="MODULE:FUNCTION",
             ),
             _argument("--config", "the configuration, a JSON file", required=True, metavar="FILE"),
+            FILL,
             _number("--world", "data-parallel ranks", required=True),
             _argument(
                 "--batch",
@@ -180,15 +188,22 @@ COMMANDS = (
     Command(
         "check",
         "check a configuration and list all mistakes, with their lines",
-        ("ds.json --world 8", "ds.json --json"),
+        (
+            "ds.json --world 8",
+            "ds.json --json",
+            "ds.json --fill bf16.enabled=true --write out.json",
+        ),
         _implementation("zero_full.check.check_command"),
         (
             _argument("file", "the configuration, a JSON file", metavar="FILE"),
             _number("--world", "data-parallel ranks"),
+            FILL,
+            _argument("--write", "write the filled file, unless it has a mistake", metavar="FILE"),
             _flag("--json", "print one line of JSON, with a verdict on every key"),
         ),
         more="It prints the errors and warnings of the engine, and starts nothing.\n"
-        "The exit code is 1 if the file is invalid, and 0 with warnings only.",
+        'It lists keys that are "auto", with who fills them in, and judges the rest.\n'
+        'The exit code is 1 if the file is invalid, 0 with only warnings and "auto".',
     ),
     Command(
         "migrate",

@@ -12,7 +12,8 @@ struct AdamNumbers {
 };
 
 ZF_HD AdamNumbers adam_numbers(const AdamOptions& o, float step) {
-  const double first = 1 - pow(o.beta1, double(step)), second = 1 - pow(o.beta2, double(step));
+  const double first = o.bias_correction ? 1 - pow(o.beta1, double(step)) : 1;
+  const double second = o.bias_correction ? 1 - pow(o.beta2, double(step)) : 1;
   return {
       float(1 - o.beta1),
       float(o.beta2),

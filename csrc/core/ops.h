@@ -33,6 +33,7 @@ struct AdamOptions {
   double lr, beta1, beta2, eps, weight_decay;
   double factor;   // gradients count times this
   bool decoupled;  // AdamW's decay, else L2
+  bool bias_correction;
 };
 
 struct LambOptions {

@@ -14,8 +14,9 @@ from pydantic import BeforeValidator
 from rules_in_js import translated
 
 from zero_full.config import json_parser, messages, remarks, values
+from zero_full.config.auto import FILLERS
 from zero_full.config.schema import Config, Strict
-from zero_full.config.verdicts import IN_A_RUN, IN_TORCH
+from zero_full.config.verdicts import IN_A_RUN, IN_TORCH, NOT_READ
 from zero_full.formatting import WIDE
 
 FILE = "assets/js/config_data.js"
@@ -34,6 +35,10 @@ def data() -> str:
         "keys": list(messages.known_keys()),
         "kinds": messages.KINDS,
         "dtypes": values.DTYPES,
+        "fillers": FILLERS,
+        "comment": messages.COMMENT,
+        "notRead": messages.NOT_READ,
+        "unread": NOT_READ,
         "inTorch": IN_TORCH,
         "inARun": IN_A_RUN,
         "deepest": json_parser.DEEPEST,

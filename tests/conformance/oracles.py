@@ -48,6 +48,29 @@ class PlainLion:
                 self.momenta[p] = far * m + (1 - far) * p.grad
 
 
+class PlainAdamW:
+    """Torch's, or without bias correction by the formula."""
+
+    def __init__(self, groups: Groups, lr: float, bias_correction: bool = True, **options: Any) -> None:
+        self.torchs = torch.optim.AdamW(groups, lr=lr, **options)
+        self.bias_correction = bias_correction
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """All that have a gradient."""
+        if self.bias_correction:
+            self.torchs.step()
+            return
+        for group in self.torchs.param_groups:
+            (near, far), lr = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.torchs.state[p]
+                m, v = (state.get(name, torch.zeros_like(p)) for name in ("m", "v"))
+                m, v = near * m + (1 - near) * p.grad, far * v + (1 - far) * p.grad**2
+                p.copy_(p * (1 - lr * group["weight_decay"]) - lr * m / (v.sqrt() + group["eps"]))
+                state.update(m=m, v=v)
+
+
 class TorchsMuon:
     """Torch's own for matrices, and its AdamW for all else."""
 
@@ -76,7 +99,7 @@ PLAIN: dict[str, Any] = {
     "Lion": PlainLion,
     "Lamb": PlainLamb,
     "Muon": TorchsMuon,
-    "AdamW": torch.optim.AdamW,
+    "AdamW": PlainAdamW,
 }
 LEARN_AS = {"OneBitAdam": "AdamW", "OneBitLamb": "Lamb", "ZeroOneAdam": "AdamW"}  # in their exact steps
 
@@ -86,7 +109,7 @@ def of_whole_batch(case: Case, world_size: int, plain: str) -> list[By]:
     assert case.rule is not None
     model = case.model()
     groups = [{**group, "params": [*group["params"]]} for group in _groups(case, model)]
-    taken = ("betas", "eps", "momentum")
+    taken = ("betas", "eps", "momentum", *(["bias_correction"] if plain == case.rule.name == "AdamW" else []))
     options = {name: value for name, value in case.rule.params.items() if name in taken}
     optimizer = PLAIN[plain](groups, lr=LR, weight_decay=case.weight_decay, **options)
     found = []

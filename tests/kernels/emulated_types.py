@@ -29,7 +29,7 @@ class SlotTypes(ctypes.Structure):
 class AdamOptions(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "factor")),
-        ("decoupled", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("decoupled", "bias_correction")),
     )
 
 

@@ -236,7 +236,7 @@ class Emulated:
         copies: list[Tensor],
         **options: float,
     ) -> None:
-        chosen = AdamOptions(**options)
+        chosen = AdamOptions(**{"bias_correction": True, **options})
         lists = Lists(masters, grads, exp_avgs, exp_avg_sqs, copies, steps)
 
         def call(memory: Memory) -> None:
@@ -256,7 +256,7 @@ class Emulated:
         places: list[int],
         **options: float,
     ) -> None:
-        chosen = AdamOptions(**options)
+        chosen = AdamOptions(**{"bias_correction": True, **options})
         lists = Lists(masters, grads, exp_avgs, exp_avg_sqs, [], steps)
 
         def call(memory: Memory) -> None:

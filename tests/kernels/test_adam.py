@@ -70,6 +70,17 @@ def test_options(decoupled: bool, weight_decay: float, factor: float) -> None:
     check(lists([1003]), decoupled=decoupled, weight_decay=weight_decay, factor=factor)
 
 
+def test_without_bias_correction_moments_count_as_they_are() -> None:
+    before = lists([1003], grad=FP32, copy=None)
+    wanted = check(before, bias_correction=False, decoupled=False, weight_decay=0.0, factor=1.0)
+    p, g, m, v = (each[0].double() for each in before[:4])
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    torch.testing.assert_close(
+        wanted.masters[0].double(), p - 1e-2 * m / (v.sqrt() + 1e-8), rtol=1e-6, atol=1e-6
+    )
+    check(lists([31], master=BF16, moments=BF16), bias_correction=False)
+
+
 def test_many_tensors_of_all_sizes_in_one_call() -> None:
     check(lists([0, 1, 5, 40_000, 0, 17, 70_001, 3] * 20))
 

@@ -36,6 +36,19 @@ def cases() -> Iterator[tuple[str, int | None]]:
         yield json.dumps({"train_batch_size": size, "train_micro_batch_size_per_gpu": 1}), None
     for inside in ({"tp_size": 4}, {"tp": {"tp_size": 2}}, {"tp": {"tp_size": "4"}, "tp_size": 1}, {"tp": 4}):
         yield json.dumps({"tensor_parallel": inside}), 2
+    comments = {"_comment": {"by": "me"}, "cuda_aware": True, "zero_optimization": {"_why": [1]}}
+    offload = {"device": "auto", "nvme_path": "auto"}
+    parts = {
+        "stage": "auto",
+        "offload_optimizer": offload,
+        "offload_param": {"device": "nvme", "nvme_path": "auto"},
+    }
+    optimizer = {"type": "Adam", "params": {"betas": "auto", "eps": "auto", "amsgrad": "auto"}}
+    for found in (
+        comments,
+        {"zero_optimization": parts, "optimizer": optimizer, "bfloat16": {"enabled": "auto"}},
+    ):
+        yield json.dumps(found), 2
     for text in (*(path.read_text() for path in FILES), *texts(0, 100)):
         yield text, generator.choice([None, 1, 2, 3, 8])
 
@@ -48,7 +61,7 @@ def test_the_page_s_verdicts_are_python_s(open_page: Open) -> None:
         expected = [{**each._asdict(), "path": list(each.path)} for each in checked.verdicts]
         assert (verdicts, ranks) == (expected, checked.world), text
         kinds |= {each.kind for each in checked.verdicts}
-    assert kinds == set(get_args(VerdictKind)) and len(asked) == 139
+    assert kinds == set(get_args(VerdictKind)) and len(asked) == 141
 
 
 def test_every_rule_speaks_in_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:

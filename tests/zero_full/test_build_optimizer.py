@@ -157,7 +157,10 @@ def test_lion_refuses_senseless_numbers(bad: dict[str, Any]) -> None:
 
 BAD = [
     ("Adam", {"max_grad_norm": 1.0}, r"optimizer\.params\.max_grad_norm: .*gradient_clipping"),
-    ("Adam", {"bias_correction": False}, r"optimizer\.params\.bias_correction cannot be False"),
+    ("Lion", {"bias_correction": False}, r"optimizer\.params\.bias_correction cannot be False"),
+    ("Adam", {"bias_correction": "no"}, r"optimizer\.params\.bias_correction must be true or false"),
+    ("Adam", {"bias_correction": 0, "torch_adam": True}, "bias_correction cannot be false with torch_adam"),
+    ("Adam", {"bias_correction": False, "amsgrad": True}, "amsgrad cannot be True: use torch.optim.Adam"),
     ("AdamW", {"fp32_optimizer_states": False}, r"optimizer\.params\.fp32_optimizer_states"),
     ("Adam", {"weight_decy": 1}, r"optimizer\.params\.weight_decy: AdamW .*did you mean weight_decay\?"),
     ("SGD", {"zzz": 1}, r"optimizer\.params\.zzz: SGD .*takes lr, momentum"),

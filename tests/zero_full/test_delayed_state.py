@@ -21,7 +21,7 @@ from tests.zero_full.runs import Net, config, data
 from zero_full.config import resolve
 from zero_full.errors import ConfigError
 from zero_full.offload import BlockTier, HostTier
-from zero_full.optim.fused_adam import FusedAdam
+from zero_full.optim.fused_adam import FusedAdamStep
 
 # Who looks in between ----------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ def failing(comm: Any) -> list[str]:
     """What a rank hears of a step that has failed on the last one."""
     engine, told = engine_of(2, 0), []
     one_step(engine, 0, comm.rank)
-    with mock.patch.object(FusedAdam, "step", side_effect=OSError("no such luck")):
+    with mock.patch.object(FusedAdamStep, "step", side_effect=OSError("no such luck")):
         engine.backward(engine(data(1, 0, comm.rank)))
         if comm.rank == comm.world_size - 1:
             engine.step()

@@ -26,7 +26,7 @@ from tests.zero_full.delaying import (
     one_step,
 )
 from tests.zero_full.runs import Net, data
-from zero_full.optim.fused_adam import FusedAdam
+from zero_full.optim.fused_adam import FusedAdamStep
 from zero_full.optim.step import Peers, Piece
 from zero_full.precision.dtypes import Dtypes
 
@@ -57,7 +57,7 @@ class Referee:
         self.masters = [p.detach().clone() for p in self.model.parameters()]
         self.params = list(self.model.to(self.dtype).parameters())
         self.base = torch.optim.AdamW(self.masters, lr=LR, weight_decay=0.1)
-        self.stepper = FusedAdam(self.base, self.base.step, Dtypes())
+        self.stepper = FusedAdamStep(self.base, self.base.step, Dtypes())
         self.states: list[dict[str, Any]] = [{} for _ in self.params]
         self.is_behind, self.taken = False, 0
 
@@ -183,15 +183,15 @@ def compared(comm: Any, after: int | None) -> list[Tensor]:
 def times(comm: Any, stage: int, copies: bool) -> list[str]:
     """What happened, in order, with steps and passes that take their time."""
     told: list[str] = []
-    plain = FusedAdam.step
+    plain = FusedAdamStep.step
 
-    def slow(stepper: FusedAdam, *args: Any) -> None:
+    def slow(stepper: FusedAdamStep, *args: Any) -> None:
         told.append("step")
         time.sleep(0.15)
         plain(stepper, *args)
         told.append("stepped")
 
-    with mock.patch.object(FusedAdam, "step", slow), slow_copies(1e9) if copies else nullcontext():
+    with mock.patch.object(FusedAdamStep, "step", slow), slow_copies(1e9) if copies else nullcontext():
         engine = engine_of(stage, 1)
         for step in range(3):
             loss = engine(data(step, 0, comm.rank))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data, fragments
-from zero_full.optim.fused_adam import FusedAdam, is_plain_adam
+from zero_full.optim.fused_adam import FusedAdam, FusedAdamStep, is_plain_adam
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"bf16": {"enabled": True}}
@@ -35,13 +35,13 @@ def trained(
     """Parameters, this rank's state and the norms; counts that the sweep ran, or did not."""
     optimizer = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": kind == "AdamW"}}
     calls: list[float] = []
-    step = FusedAdam.step
+    step = FusedAdamStep.step
 
-    def counted(self: FusedAdam, pieces: Any, factor: float, peers: Any) -> None:
+    def counted(self: FusedAdamStep, pieces: Any, factor: float, peers: Any) -> None:
         calls.append(factor)
         step(self, pieces, factor, peers)
 
-    FusedAdam.step = counted  # type: ignore[method-assign]
+    FusedAdamStep.step = counted  # type: ignore[method-assign]
     try:
         engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, optimizer=optimizer, **keys))
         if not swept:
@@ -52,7 +52,7 @@ def trained(
             engine.step()
             norms.append(engine.get_global_grad_norm() or 0.0)
     finally:
-        FusedAdam.step = step  # type: ignore[method-assign]
+        FusedAdamStep.step = step  # type: ignore[method-assign]
     assert len(calls) == (steps if swept else 0)
     parameters = {name: p.clone() for name, p in engine.module_state_dict().items()}
     state = fragments(engine)
@@ -188,7 +188,7 @@ def test_who_could_tell_the_difference_gets_torchs_own_step(make: Callable[[Any]
     assert not is_plain_adam(make([nn.Parameter(torch.ones(3))]))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, FusedAdam])
 def test_torchs_own_are_swept(kind: type[torch.optim.Optimizer]) -> None:
     assert is_plain_adam(kind([nn.Parameter(torch.ones(3))]))
 
@@ -263,3 +263,68 @@ def test_gradients_in_other_memory_formats_are_read_in_order() -> None:
         engine.step()
         expected.step()
     torch.testing.assert_close(weight.detach(), mine.detach())
+
+
+# Without bias correction ------------------------------------------------------------------------
+
+LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
+CPU_OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+STOCHASTIC = {**LOW_STATE, "stochastic_rounding": True, "stochastic_rounding_seed": 3}
+IN_ALL: list[tuple[int, dict[str, Any]]] = [
+    (0, KEYS["fp32, clipped"]),
+    (1, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    (1, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
+    (2, KEYS["bf16, clipped, bf16 gradients"]),
+    (2, {"bf16": STOCHASTIC}),
+    (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "delay_update_after": 1}}}),
+    (3, {"bf16": LOW_STATE}),
+    (3, {**BF16, "zero_optimization": CPU_OFFLOAD}),
+]
+
+
+def uncorrected(comm: Any, keys: dict[str, Any], stage: int, by_switch: bool) -> dict[str, Tensor]:
+    """By the switch, or by options of each step that undo the correction of torch's AdamW."""
+    params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
+    optimizer = {"type": "AdamW", "params": {**params, "bias_correction": not by_switch}}
+    engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, optimizer=optimizer, **keys))
+    assert (type(engine.optimizer.base) is FusedAdam) == by_switch
+    for step in range(1, 4):
+        if not by_switch:
+            first, root = 1 - BETAS[0] ** step, (1 - BETAS[1] ** step) ** 0.5
+            options = {"lr": LR * first / root, "eps": EPS / root, "weight_decay": DECAY * root / first}
+            engine.optimizer.param_groups[0].update(options)
+        engine.backward(engine(data(step, 0, comm.rank, next(engine.parameters()).dtype)))
+        engine.step()
+    parameters = {name: p.clone() for name, p in engine.module_state_dict().items()}
+    engine.destroy()
+    return parameters
+
+
+@pytest.mark.parametrize(("stage", "keys"), IN_ALL)
+def test_without_bias_correction_in_every_precision_and_place(stage: int, keys: dict[str, Any]) -> None:
+    mine, theirs = (POOL.run(uncorrected, 2, keys, stage, by_switch) for by_switch in (True, False))
+    low = next(iter(mine[0].values())).dtype != torch.float32
+    torch.testing.assert_close(mine, theirs, rtol=2**-7 if low else 1e-5, atol=1e-3 if low else 1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_class_of_a_script_steps_without_an_engine(decoupled: bool, dtype: torch.dtype) -> None:
+    """As torch. Without correction the first step is 0.1 / sqrt(0.01) = 1 of the rate."""
+    theirs = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ones = [nn.Parameter(torch.linspace(-1, 1, 7, dtype=dtype)) for _ in range(3)]
+    optimizers = [
+        FusedAdam(ones[:1], lr=LR, betas=BETAS, adam_w_mode=decoupled, weight_decay=DECAY),
+        theirs(ones[1:2], lr=LR, betas=BETAS, weight_decay=DECAY),
+        FusedAdam([{"params": ones[2:], "bias_correction": False}], lr=LR, betas=BETAS, eps=0.0),
+    ]
+    before = ones[2].detach().clone()
+    for step in range(3):
+        for p, optimizer in zip(ones, optimizers, strict=True):
+            p.grad = torch.linspace(-2, 3 + step, 7).to(dtype)
+            assert optimizer.step(lambda: 1.5) == 1.5
+        if step == 0:
+            torch.testing.assert_close(ones[2].detach(), before - LR * ones[2].grad.sign())  # type: ignore[union-attr]
+    torch.testing.assert_close(ones[0], ones[1])
+    with pytest.raises(ValueError, match="amsgrad cannot be True: use torch"):
+        FusedAdam(ones, amsgrad=True)

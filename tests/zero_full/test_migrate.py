@@ -62,6 +62,24 @@ def test_scripts_become_what_is_expected(name: str, ends: str) -> None:
         )
 
 
+def test_an_import_that_may_never_be_run_is_a_remark() -> None:
+    script, _, _ = parts("branches")
+    said = [(remark.line, remark.text.partition(" has no")[0]) for remark in migrate(script).remarks]
+    moe, pipe = (
+        "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer",
+        "deepspeed.runtime.pipe",
+    )
+    expected = [
+        (11, moe),
+        (13, f"{pipe}.PipelineModule"),
+        (13, f"{pipe}.ProcessTopology"),
+        (22, "deepspeed.moe.layer"),
+    ]
+    assert said == expected
+    text = migrate(script).remarks[0].text
+    assert "This import stays, and fails if it is run. Instead: write the layer in plain torch" in text
+
+
 def test_the_example_goes_back_and_forth() -> None:
     ours = Path(from_deepspeed.__file__).read_text()
     assert WAS[0] in ours
@@ -82,7 +100,9 @@ def test_every_name_of_the_table_is_there() -> None:
     known = {*names.NAMES, *names.MODULES}
     assert not known & names.INSTEAD.keys() - {
         "deepspeed",
+        "deepspeed.accelerator",
         "deepspeed.comm",
+        "deepspeed.ops.adam",
         "deepspeed.runtime.lr_schedules",
     }
 

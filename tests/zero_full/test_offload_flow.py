@@ -26,7 +26,7 @@ from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
 from zero_full.errors import CopyError, DisagreementError
 from zero_full.offload import Flow, HostTier
 from zero_full.offload.host_device_copies import UNDER_WAY, HostGradientSlice
-from zero_full.optim.fused_adam import FusedAdam
+from zero_full.optim.fused_adam import FusedAdamStep
 from zero_full.shard.group.checksum import fingerprint
 
 WORLDS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]  # ranks, stage
@@ -86,7 +86,7 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
     zero = {"reduce_bucket_size": bucket, "sub_group_size": bucket}
     stepped, summed = [], []
 
-    def step(stepper: FusedAdam, *rest: Any) -> None:
+    def step(stepper: FusedAdamStep, *rest: Any) -> None:
         began = time.monotonic()
         STEP(stepper, *rest)
         time.sleep(NAP_S)
@@ -98,7 +98,7 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
 
     with ExitStack() as stack:
         copies = stack.enter_context(slow_copies(8 * bucket / NAP_S))
-        stack.enter_context(mock.patch.object(FusedAdam, "step", step))
+        stack.enter_context(mock.patch.object(FusedAdamStep, "step", step))
         stack.enter_context(mock.patch.object(HostGradientSlice, "_square", square))
         keys = waiting(stage, "cpu", zero, gradient_clipping=1.0)
         engine = zero_full.initialize(model=SlowNet(), config=keys)[0]
@@ -113,7 +113,7 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
     return over, copies.done, summed, stepped
 
 
-STEP, SQUARE = FusedAdam.step, HostGradientSlice._square
+STEP, SQUARE = FusedAdamStep.step, HostGradientSlice._square
 
 
 @pytest.mark.parametrize(("world", "stage"), WORLDS)

@@ -8,10 +8,13 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
+from zero_full.check.replace_file import replace_file
 from zero_full.config import Checked, Verdict, check
+from zero_full.config.auto import BOTH, FILLERS, read_filled
 from zero_full.config.json_parser import Route, text_of
 from zero_full.config.messages import dotted
 from zero_full.config.verdicts import VerdictKind
+from zero_full.errors import ConfigError
 from zero_full.formatting import counted, printable
 
 LABELS: dict[VerdictKind, str] = {
@@ -42,11 +45,24 @@ class CheckedFile:
     def tally(self) -> str:
         """A summary such as `ok, 2 warnings` or `3 mistakes, 1 warning`."""
         mistakes, unknown = self.count("refused"), self.count("unknown")
-        warnings = self.count("no effect") + self.count("assumed")
+        warnings, unfilled = self.count("no effect") + self.count("assumed"), self.count("unfilled")
         parts = [counted(mistakes, "mistake") if mistakes else "ok"]
+        if unfilled and mistakes:
+            parts += [f"{counted(unfilled, 'key')} to fill in"]
+        elif unfilled:
+            parts[0] += f" once {counted(unfilled, 'key')} {'is' if unfilled == 1 else 'are'} filled in"
         parts += [counted(warnings, "warning")] if warnings else []
         parts += [f"{counted(unknown, 'key')} not looked at"] if unknown else []
         return ", ".join(parts)
+
+    @property
+    def remark(self) -> str:
+        """A sentence on the keys that are "auto", with who fills them in; "" if there are none."""
+        by_filler: dict[str, list[str]] = {}
+        for key in (dotted(verdict.path) for verdict in self.verdicts if verdict.kind == "unfilled"):
+            by_filler.setdefault(FILLERS.get(key, BOTH), []).append(key)
+        said = "; by ".join(f"{who}: {', '.join(keys)}" for who, keys in by_filler.items())
+        return f'"auto" is filled in by {said}. Without them, set values: check --fill' if said else ""
 
 
 def check_file(path: Path, world: int | None) -> CheckedFile:
@@ -54,25 +70,45 @@ def check_file(path: Path, world: int | None) -> CheckedFile:
 
     `world` is None for the number of ranks that the configuration implies.
     """
-    checked = check(text_of(path), world)
+    return check_text(text_of(path), world)
+
+
+def check_text(text: str, world: int | None) -> CheckedFile:
+    """Return all verdicts on a configuration's text, as `check_file` does."""
+    checked = check(text, world)
     return CheckedFile(tuple(_completed(checked, world)), checked.world)
 
 
 def main(options: argparse.Namespace) -> int:
     """Print the verdicts on a file. Returns the exit code: 1 if the configuration is invalid, else 0."""
     file, world = options.file, options.world
-    checked = check_file(Path(file), world)
-    mistakes = checked.count("refused")
+    if options.write and not options.fill:
+        raise ConfigError(f"--write {options.write} without --fill: there is no value to write")
+    text = read_filled(Path(file), options.fill)
+    checked = check_text(text, world)
+    mistakes, note = checked.count("refused"), ""
+    if options.write:
+        note = f"{options.write}: {'not written, because of a mistake' if mistakes else 'written'}"
+        if not mistakes:
+            replace_file(Path(options.write), text.encode())
     if options.json:
         rows = [each._asdict() for each in checked.verdicts]
         print(json.dumps({"file": file, "world": checked.world, "tally": checked.tally, "verdicts": rows}))
-        return 1 if mistakes else 0
+    else:
+        _print(file, checked, world, note)
+    return 1 if mistakes else 0
+
+
+def _print(file: str, checked: CheckedFile, world: int | None, note: str) -> None:
+    if checked.remark:
+        print(printable(f"{file}: remark: {checked.remark}"))
     for each in checked.printed:
         place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
+    if note:
+        print(printable(note))
     ranks = "" if world else f" on {counted(checked.world, 'rank')} (--world asks for others)"
     print(f"{checked.tally}{ranks}")
-    return 1 if mistakes else 0
 
 
 def _completed(checked: Checked, world: int | None) -> list[Verdict]:
@@ -83,18 +119,19 @@ def _completed(checked: Checked, world: int | None) -> list[Verdict]:
     if checked.config is None:
         return list(checked.verdicts)
     try:
-        from zero_full.check.dry_run import error_of_run, errors_of_sections, for_ranks
+        from zero_full.check.dry_run import error_of_run, errors_of_sections, for_ranks, without_auto
     except ImportError:
         return list(checked.verdicts)
+    config = without_auto(checked.config)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
     invalid = {*map(dotted, refused)}  # torch would report a refused value as missing
     found = [
         (path, message)
-        for path, message in errors_of_sections(checked.config)
+        for path, message in errors_of_sections(config)
         if path not in refused and message.partition(" ")[0] not in invalid
     ]
     if not refused and not found:
-        config, message, where = checked.config, error_of_run(checked.config, checked.world), ""
+        message, where = error_of_run(config, checked.world), ""
         has_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
         if not message and world is None and checked.world == 1 and not has_ranks:
             message = error_of_run(for_ranks(config, 1, 2), 2)
@@ -104,7 +141,7 @@ def _completed(checked: Checked, world: int | None) -> list[Verdict]:
             path = next((p for p in paths if message.startswith(dotted(p))), ("optimizer", "type"))
             found = [(path, where + message.removeprefix(f"{dotted(path)}: "))]
     wrong = {path for path, _ in found}
-    not_invalid = ("ok", "default", "unread", "unknown")
+    not_invalid = ("ok", "default", "unread", "unknown", "unfilled")
     updated = [
         _after_dry_run(each, wrong)
         for each in checked.verdicts

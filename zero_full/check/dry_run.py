@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_full.config import Config
+from zero_full.config import Config, auto_keys, fill_auto
+from zero_full.config.auto import STAND_INS
 from zero_full.config.json_parser import Route
 from zero_full.config.rules import TRAIN
 from zero_full.optim import build_optimizer, build_scheduler
@@ -21,6 +22,12 @@ from zero_full.plan import plan
 
 MAX_RANKS = 32  # largest number of ranks to simulate
 MAX_NODE_RANKS = 8  # largest secondary partition (zero_hpz_partition_size) to simulate beyond that
+
+
+def without_auto(config: Config) -> Config:
+    """Return a configuration in which stand-ins have replaced "auto", where the schema lets it pass."""
+    given = config.model_dump(exclude_unset=True)
+    return Config(**fill_auto(given, {key: STAND_INS[key] for key in auto_keys(given) if key in STAND_INS}))
 
 
 def errors_of_sections(config: Config) -> Iterator[tuple[Route, str]]:

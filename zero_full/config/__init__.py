@@ -3,6 +3,7 @@
 This package does not import torch, so a configuration can be checked on any machine.
 """
 
+from zero_full.config.auto import auto_keys, drop_auto, fill_auto
 from zero_full.config.resolve import Resolved, resolve
 from zero_full.config.schema import Config, LeafModuleConfig
 from zero_full.config.verdicts import Checked, Verdict, check, implied_world
@@ -15,7 +16,10 @@ __all__ = [
     "LeafModuleConfig",
     "Resolved",
     "Verdict",
+    "auto_keys",
     "check",
+    "drop_auto",
+    "fill_auto",
     "implied_world",
     "resolve",
 ]

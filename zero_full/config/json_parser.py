@@ -52,6 +52,7 @@ class Parsed:
 
     value: Any = None
     positions: dict[Route, Position] = field(default_factory=dict)
+    spans: dict[Route, tuple[int, int]] = field(default_factory=dict)  # of the keys' values, as offsets
     repeated: list[tuple[Route, Position]] = field(default_factory=list)  # duplicate keys
 
     def position_of(self, path: Route) -> Position:
@@ -125,7 +126,9 @@ class _Parser:
             self.skip_space()
             if not self.consume(":"):
                 raise self.error("expected a : between a key and its value")
+            start = self.at
             result[name] = self.value(key)
+            self.parsed.spans[key] = (start, self.at)
             self.separator("}")
         return result
 

@@ -10,12 +10,15 @@ from typing import Any, Literal, get_args
 from pydantic_core import ErrorDetails
 
 from zero_full import formatting
+from zero_full.config.auto import FILLERS, is_auto
 from zero_full.config.json_parser import Route
 from zero_full.config.remarks import Remark
 from zero_full.config.schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
-Kind = Literal["refused", "no effect", "assumed"]  # "assumed": the key is missing
+# "unfilled": the value is "auto"; "assumed": the key is missing.
+Kind = Literal["refused", "unfilled", "no effect", "assumed"]
+ERRORS = ("refused", "unfilled")  # kinds that `resolve` raises on
 
 WIDE = 80  # characters per line
 KINDS = {  # pydantic's error type -> expected value, in words
@@ -24,6 +27,11 @@ KINDS = {  # pydantic's error type -> expected value, in words
     "dict_type": "an object",
     "list_type": "a list",
     "invalid_key": "a key that is a string",
+}
+COMMENT = "names that begin with _ are comments"
+NOT_READ = {  # keys of public files that DeepSpeed does not read either
+    "cuda_aware": "torch.distributed detects what its MPI can send",
+    "cuda_visible_devices": "set the environment variable CUDA_VISIBLE_DEVICES before the start",
 }
 
 
@@ -146,27 +154,28 @@ def as_written(path: Route, spelled: Mapping[Route, Route]) -> Route:
     return path
 
 
-def is_auto(value: object) -> bool:
-    """Return whether the value is "auto", which Hugging Face's Trainer fills in."""
-    return isinstance(value, str) and value == "auto"
-
-
 def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
     """Make the notice for one of pydantic's errors."""
     path = as_written(error["loc"], spelled)
     if error["type"] == "extra_forbidden":
+        name = str(path[-1])
+        why = COMMENT if name.startswith("_") else NOT_READ.get(name)
+        if why:
+            return Notice(path, "no effect", why, value=shown(error["input"]))
         return Notice(path, "refused", *_unknown(error["loc"]))
     if error["type"] == "missing":
         return Notice(path, "refused", "missing", f"set it, or remove {dotted(error['loc'][:-1])}")
     if is_auto(error["input"]):
-        return unfilled(path, _expectation(error))
+        return unfilled(path, dotted(error["loc"]), _expectation(error))
     return Notice(path, "refused", f"got {shown(error['input'])}, expected {_expectation(error)}")
 
 
-def unfilled(path: Route, expectation: str) -> Notice:
-    """Make the notice for an "auto" that Hugging Face's Trainer has not filled in."""
-    why = 'only Hugging Face\'s Trainer fills in "auto"'
-    return Notice(path, "refused", why, f"set a value: {expectation}")
+def unfilled(path: Route, key: str, expectation: str) -> Notice:
+    """Make the notice for "auto". `key` is the canonical name, which says who replaces it, if any."""
+    filler, why = FILLERS.get(key), 'neither Hugging Face\'s Trainer nor Accelerate fills in "auto" here'
+    if filler:
+        why = f'only {filler} can fill in "auto"'
+    return Notice(path, "unfilled" if filler else "refused", why, f"set a value: {expectation}")
 
 
 def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:

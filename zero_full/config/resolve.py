@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from zero_full.config import messages
+from zero_full.config.auto import is_auto
 from zero_full.config.json_parser import Parsed, Position, Route, check_nesting, read
 from zero_full.config.messages import Notice, Origin
 from zero_full.config.rules import (
@@ -231,11 +232,18 @@ def _assumptions(config: Config, bad: frozenset[str]) -> Iterator[Notice]:
             yield Notice(tuple(rule.key.split(".")), "assumed", rule.why, rule.remedy)
 
 
-def _unfilled_arguments(config: Config) -> Iterator[Notice]:
+def _unfilled_texts(config: Config) -> Iterator[Notice]:
+    """Yield a notice for each "auto" where the schema accepts any text."""
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
-            if messages.is_auto(value):
-                yield messages.unfilled((section, "params", name), "a number")
+            if is_auto(value):
+                expectation = "two numbers" if name == "betas" else "a number"
+                yield messages.unfilled((section, "params", name), f"{section}.params.{name}", expectation)
+    zero = config.zero_optimization
+    for section, offload in ((OFFLOAD, zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload is not None and is_auto(offload.nvme_path):
+            key = f"{ZERO}.{section}.nvme_path"
+            yield messages.unfilled(tuple(key.split(".")), key, "a directory")
 
 
 def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]:
@@ -266,17 +274,19 @@ def examine(given: Mapping[str, Any], world_size: int) -> Examined:
             del raw[key]
     spelled, clashing = _rename_aliases(raw)
     config, faults, bad = _validate(raw, spelled)
+    unfilled = list(_unfilled_texts(config))
+    bad |= {messages.dotted(notice.path) for notice in unfilled}
     notices = [
         *clashing,
         *faults,
         *_switches(config),
         *_remarks(config, spelled, bad),
         *_violations(config, conflicts(config, world_size), spelled, bad),
-        *_unfilled_arguments(config),
+        *unfilled,
         *_violations(config, ineffective_keys(config), spelled, bad),
         *_assumptions(config, bad),
     ]
-    notices.sort(key=lambda notice: notice.kind != "refused")
+    notices.sort(key=lambda notice: notice.kind not in messages.ERRORS)
     return Examined(config, spelled, bad, tuple(notices))
 
 
@@ -298,9 +308,9 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
     check_nesting(given)
     examined = examine(given, world_size)
     if parsed is None:
-        mistakes = [each.line for each in examined.notices if each.kind == "refused"]
+        mistakes = [each.line for each in examined.notices if each.kind in messages.ERRORS]
     else:
-        placed = [(place, each) for place, each in in_file(parsed, examined) if each.kind == "refused"]
+        placed = [(place, each) for place, each in in_file(parsed, examined) if each.kind in messages.ERRORS]
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))

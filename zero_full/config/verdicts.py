@@ -15,8 +15,9 @@ from zero_full.config.rules import MICRO, STEPS, TRAIN, unread_keys
 from zero_full.config.schema import Config
 
 # Honoured; equal to the default; not read, as expected; without effect, with a warning; missing, with a
-# default that may surprise; invalid; only torch can judge it.
-VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
+# default that may surprise; "auto", which another library replaces; invalid; only torch can judge it.
+VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "unfilled", "refused", "unknown"]
+NOT_READ = "zero_full does not read it"
 COMMAND = "`python -m zero_full check`"
 IN_TORCH = f"only {COMMAND} can check it: the arguments depend on the installed torch"
 IN_A_RUN = f"only {COMMAND} can check whether it exists and supports this configuration"
@@ -116,6 +117,8 @@ def _quiet_verdicts(parsed: Parsed, examined: Examined, notices: list[Verdict]) 
         for length in range(1, len(path)):
             if path[:length] in refused:
                 kind, message = "unread", f"{messages.dotted(path[:length])} is invalid"
+        if any(str(name).startswith("_") for name in path[:-1]):
+            kind, message = "unread", NOT_READ
         place, text = parsed.positions[path], f"{messages.dotted(path)}: {message}" if message else ""
         yield Verdict(path, place.line, place.column, kind, message, "", text)
 
@@ -146,4 +149,4 @@ def _quiet_verdict(
         return "unknown", IN_TORCH
     switches = section.remark.switches if section.remark is not None else ()
     is_switch = ".".join(map(str, path[len(inside) :])) in switches
-    return ("default", "") if is_switch else ("unread", "zero_full does not read it")
+    return ("default", "") if is_switch else ("unread", NOT_READ)

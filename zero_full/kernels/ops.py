@@ -20,12 +20,12 @@ SCHEMAS = {
     "adam_step": (
         "(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
         "Tensor[] steps, Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, "
-        "float weight_decay, bool decoupled, float factor) -> ()"
+        "float weight_decay, bool decoupled, float factor, bool bias_correction=True) -> ()"
     ),
     "adam_step_stochastic": (
         "(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
         "Tensor[] steps, int[] keys, int[] places, float lr, float beta1, float beta2, float eps, "
-        "float weight_decay, bool decoupled, float factor) -> ()"
+        "float weight_decay, bool decoupled, float factor, bool bias_correction=True) -> ()"
     ),
     "lamb_norms": (
         "(Tensor[] masters, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, float beta1, "

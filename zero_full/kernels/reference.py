@@ -36,6 +36,7 @@ def adam_step(
     weight_decay: float,
     decoupled: bool,
     factor: float,
+    bias_correction: bool = True,
 ) -> None:
     """A step of Adam with gradients times `factor`; masters are copied to `copies`, if given.
 
@@ -43,7 +44,7 @@ def adam_step(
     `decoupled` is AdamW's decay. `steps` are the numbers of this step, from 1. Computation is in fp32, and in
     fp64 for fp64 masters, which no compiled operator takes.
     """
-    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
+    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor, bias_correction)
     for i, master in enumerate(masters):
         p = master if not copies else with_user_writes(master, copies[i])
         moved = adam.step(p, grads[i], exp_avgs[i], exp_avg_sqs[i], steps[i])
@@ -63,15 +64,16 @@ class Adam(NamedTuple):
     weight_decay: float
     decoupled: bool
     factor: float
+    bias_correction: bool = True
 
     def step(
         self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The new master and moments before rounding, by the same operations as the compiled kernels."""
         wide = _wide(master)
-        first, second = (
-            1 - beta ** step.double() for beta in (self.beta1, self.beta2)
-        )  # without a device-to-host wait
+        # Tensors, so that the host does not wait for the device. beta**inf is 0: no correction.
+        number = step.double() if self.bias_correction else torch.full_like(step.double(), torch.inf)
+        first, second = (1 - beta**number for beta in (self.beta1, self.beta2))
         step_size, root_scale = (self.lr / first).to(wide), (1 / second.sqrt()).to(wide)
         p, m, v, g = (each.to(wide) for each in (master, exp_avg, exp_avg_sq, grad))
         g = g * self.factor
@@ -99,13 +101,14 @@ def adam_step_stochastic(
     weight_decay: float,
     decoupled: bool,
     factor: float,
+    bias_correction: bool = True,
 ) -> None:
     """A step of Adam with stochastic rounding of bf16 masters, and of bf16 moments.
 
     Random bits are a function of the parameter's key, the step and the element's index in the parameter.
     `places` are the indices of the tensors' first elements.
     """
-    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
+    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor, bias_correction)
     for i, kept in enumerate(zip(masters, exp_avgs, exp_avg_sqs, strict=True)):
         moved = adam.step(kept[0], grads[i], kept[1], kept[2], steps[i])
         bits = random_bits(keys[i], steps[i], places[i], kept[0].numel())

@@ -5,11 +5,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zero_full.migrate.name_table import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
+from zero_full.migrate.name_table import ADAM, ADAM_ARGUMENTS, ARGUMENTS, ENGINE, FOREIGN, PARAMETER
 from zero_full.migrate.rewrite import ManualChange, Rewrite
 from zero_full.migrate.scopes import ROOT
 
 POSITIONAL = 6  # positional arguments of initialize before the first unsupported one
+SAME_IN_ADAMS = 5  # positional arguments that DeepSpeed's two Adams have in common, up to eps
 IMPORT_FUNCTIONS = {  # functions that take a package name
     *("import_module", "__import__", "find_spec", "importorskip", "version", "metadata", "getLogger"),
 }
@@ -25,6 +26,8 @@ def find_other_uses(rewrite: Rewrite) -> Iterator[ManualChange]:
         if isinstance(node, ast.Call):
             if rewrite.new_names.get(node.func) == "zero_full.initialize":
                 yield from _initialize_arguments(node)
+            if rewrite.new_names.get(node.func) == ADAM:
+                yield from _adam_arguments(node)
             yield from _package_names(node)
             yield from _parameter_attributes(
                 node, node.args[1:2] if getattr(node.func, "id", "") in ATTRIBUTE_FUNCTIONS else ()
@@ -111,6 +114,15 @@ def _initialize_arguments(call: ast.Call) -> Iterator[ManualChange]:
         yield ManualChange(
             call.lineno, "initialize has no distributed_port: pass the arguments after lr_scheduler by name"
         )
+
+
+def _adam_arguments(call: ast.Call) -> Iterator[ManualChange]:
+    for keyword in call.keywords:
+        if keyword.arg in ADAM_ARGUMENTS:
+            text = f"FusedAdam has no argument {keyword.arg}. Instead: {ADAM_ARGUMENTS[keyword.arg]}"
+            yield ManualChange(keyword.value.lineno, text)
+    if len(call.args) > SAME_IN_ADAMS:
+        yield ManualChange(call.lineno, "FusedAdam: pass the arguments after eps by name")
 
 
 def _package_names(call: ast.Call) -> Iterator[ManualChange]:

@@ -6,13 +6,13 @@ counterpart. `--write` changes the files. The table of names is in `name_table.p
 
 import argparse
 import difflib
-import os
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_full.check.check_command import check_file
+from zero_full.check.replace_file import replace_file
 from zero_full.config import implied_world, resolve
 from zero_full.errors import ConfigError, MigrateError
 from zero_full.formatting import counted
@@ -52,6 +52,7 @@ def migrate(source: str, world: int | None = None) -> Migrated:
         findings |= {ManualChange(line, text) for text in errors}
         remarks |= {ManualChange(line, text) for text in warnings}
     findings |= rewrite.findings
+    remarks |= rewrite.remarks
     return Migrated(rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
 
 
@@ -73,7 +74,7 @@ def _script(path: Path, write: bool, world: int | None) -> int:
         for number, text in findings:
             print(f"{path}:{migrated.moved(number) if write else number}: {kind}{text}")
     if write and migrated.result != source:
-        _write(path.resolve(), migrated.result.encode(encoding))
+        replace_file(path, migrated.result.encode(encoding))
     return len(migrated.findings)
 
 
@@ -85,20 +86,6 @@ def _read(path: Path) -> tuple[str, str]:
         return path.read_bytes().decode(encoding), encoding
     except (OSError, SyntaxError, ValueError) as error:
         raise MigrateError(f"{path} cannot be read: {error}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace the file atomically. Its permissions stay."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(content)
-        part.chmod(path.stat().st_mode & 0o7777)
-        part.replace(path)
-    except OSError as error:
-        raise MigrateError(f"{path} cannot be written: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # Configurations --------------------------------------------------------------------------------------
@@ -133,9 +120,13 @@ def _json(path: Path, world: int | None) -> int:
         checked = check_file(path, world)
     except ConfigError as error:
         raise MigrateError(str(error)) from None
+    if checked.remark:
+        print(f"{path}: remark: {checked.remark}")
     for each in checked.printed:
         remark = "" if each.kind == "refused" else "remark: "
         print(f"{path}:{each.line}: {remark}{each.text}")
     if not checked.count("refused"):
-        print(f"{path}: can be used on {counted(checked.world, 'rank')} (--world asks for others)")
+        filled = ' once "auto" is filled in' if checked.remark else ""
+        ranks = counted(checked.world, "rank")
+        print(f"{path}: can be used{filled} on {ranks} (--world asks for others)")
     return checked.count("refused")

@@ -16,7 +16,12 @@ LEAVES = [
 ]
 SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 PLACES = {  # DeepSpeed's module -> (zero_full's module, names that stay the same)
-    "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments", "OnDevice"]),
+    "deepspeed": (
+        "zero_full",
+        ["initialize", "init_distributed", "add_config_arguments", "OnDevice", "get_accelerator"],
+    ),
+    "deepspeed.accelerator": ("zero_full", ["get_accelerator"]),
+    "deepspeed.ops.adam": ("zero_full.optim", ["FusedAdam"]),
     "deepspeed.zero": (
         "zero_full",
         ["Init", "GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"],
@@ -32,6 +37,7 @@ NAMES = {
     "deepspeed.comm.init_distributed": "zero_full.init_distributed",
     "deepspeed.DeepSpeedEngine": "zero_full.Engine",
     "deepspeed.DeepSpeedConfigError": "zero_full.ConfigError",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "zero_full.optim.FusedAdam",
     "deepspeed.ops.lion.FusedLion": "zero_full.optim.Lion",
     "deepspeed.ops.lion.DeepSpeedCPULion": "zero_full.optim.Lion",
 }
@@ -44,6 +50,10 @@ ALIASES = {
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.runtime.engine": "deepspeed",
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
+    "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator": "deepspeed.get_accelerator",
     "deepspeed.runtime.config.DeepSpeedConfigError": "deepspeed.DeepSpeedConfigError",
     "deepspeed.runtime.dataloader.RepeatingLoader": "deepspeed.utils.RepeatingLoader",
     "deepspeed.utils.z3_leaf_module": "deepspeed.utils",  # a module with the name of a function in it
@@ -72,8 +82,7 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.inference": INFERENCE,
     "deepspeed.tp_model_init": "split layers yourself, mark their parameters and pass mesh= to initialize",
     "deepspeed.module_inject": "split layers yourself, mark their parameters and pass mesh= to initialize",
-    "deepspeed.accelerator": "torch.accelerator, or engine.device",
-    "deepspeed.get_accelerator": "torch.accelerator, or engine.device",
+    "deepspeed.accelerator": "zero_full.get_accelerator(), or torch.accelerator",
     "deepspeed.autotuning": "compare stages with python -m zero_full plan --stages",
     "deepspeed.checkpoint": "engine.load_checkpoint, or python -m zero_full inspect and export",
     "deepspeed.checkpointing": CHECKPOINTING,
@@ -89,8 +98,7 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.ops": "use torch's operators",
     "deepspeed.ops.adagrad": 'torch.optim.Adagrad, or "optimizer": {"type": "Adagrad"} in the configuration',
     "deepspeed.ops.adam": (
-        "torch.optim.AdamW(..., weight_decay=0.0), because its default is 0.01 and DeepSpeed's is 0, or "
-        '"optimizer": {"type": "Adam"} in the configuration'
+        'zero_full.FusedAdam, zero_full.ZeroOneAdam or "optimizer": {"type": "Adam"} in the configuration'
     ),
     "deepspeed.ops.lamb": 'zero_full.Lamb, or "optimizer": {"type": "Lamb"} in the configuration',
     "deepspeed.runtime.fp16": (
@@ -135,6 +143,12 @@ PARAMETER = {  # attributes that DeepSpeed adds to parameters; tests for these a
 ARGUMENTS = {  # advice for arguments of initialize
     "distributed_port": "pass it to zero_full.init_distributed before",
     "mesh_param": "pass a named torch mesh as mesh=",
+}
+ADAM = "zero_full.optim.FusedAdam"
+ADAM_RENAMED = {"adamw_mode": "adam_w_mode"}  # DeepSpeedCPUAdam's name of an argument -> FusedAdam's
+ADAM_ARGUMENTS = {  # advice for arguments of DeepSpeed's Adams that FusedAdam lacks
+    "fp32_optimizer_states": '"bf16_optimizer_states" in the section "bf16" of the configuration',
+    "set_grad_none": "remove it: zero_grad sets gradients to None",
 }
 FOREIGN = {  # classes by which other libraries run DeepSpeed itself -> the library
     "HfDeepSpeedConfig": "transformers",

@@ -8,8 +8,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero_full.migrate.name_table import MODULES, canonical, instead_of, is_module, target_of
-from zero_full.migrate.scopes import ROOT, Binding, Scopes, Use
+from zero_full.migrate.name_table import (
+    ADAM,
+    ADAM_RENAMED,
+    MODULES,
+    canonical,
+    instead_of,
+    is_module,
+    target_of,
+)
+from zero_full.migrate.scopes import ROOT, Binding, Scopes, Use, optional_imports
 
 OURS, COMM = "zero_full", MODULES["deepspeed.comm"]
 WIDTH = 110
@@ -86,6 +94,8 @@ class Rewrite:
         self.tree = ast.parse(source)
         self.scopes = Scopes(self.tree)
         self.findings: set[ManualChange] = set()
+        self.remarks: set[ManualChange] = set()
+        self.optional = optional_imports(self.tree)
         self.new_names: dict[ast.expr, str] = {}  # node of a name or attribute -> its name in zero_full
         self.has_torch = "torch" in self.scopes.top.others
         self.written_imports: set[tuple[int, NewImport]] = set()  # imports written so far, per block
@@ -95,6 +105,7 @@ class Rewrite:
         for statement, bindings in statements.items():
             self._rewrite_statement(statement, bindings)
         self._annotations()
+        self._adam_arguments()
 
     def result(self) -> str:
         """Return the new text, after checking that it can be parsed."""
@@ -120,6 +131,8 @@ class Rewrite:
             module, _, name = target.rpartition(".")
             self.new_names |= {use.nodes[0]: target for use in binding.uses}
             return [NewImport(module, name, binding.local)]
+        if binding.statement in self.optional and self._stays(binding, target):
+            return [None]
         found = [(use, self._find_target(binding, use)) for use in binding.uses]
         if not (binding.uses or target):
             self._report_missing(binding.statement, binding.path)
@@ -138,6 +151,15 @@ class Rewrite:
         if not (imports or kept or binding.uses):
             imports = {NewImport(MODULES.get(canonical(binding.alias.name), OURS)): None}
         return [*kept, *imports]
+
+    def _stays(self, binding: Binding, target: str | None) -> bool:
+        """Return whether an optional import stays, as its name has no counterpart, after adding a remark."""
+        paths = [".".join([binding.path, *use.names[:count]]) for use in binding.uses for count in range(9)]
+        if target is not None or any(map(target_of, paths)):
+            return False
+        text = f"{binding.path} has no counterpart. This import stays, and fails if it is run. Instead: "
+        self.remarks.add(ManualChange(binding.statement.lineno, text + instead_of(binding.path)))
+        return True
 
     def _find_target(self, binding: Binding, use: Use) -> tuple[str, int] | None:
         """Return (new name, number of attributes that it replaces), or None after adding a finding."""
@@ -184,6 +206,15 @@ class Rewrite:
                     target = target_of(path) if path.replace(".", "").isidentifier() else None
                     if target and self.text.source[start + 1 : stop - 1] == path:
                         self.text.replace(start + 1, stop - 1, target)
+
+    def _adam_arguments(self) -> None:
+        """Rename keyword arguments of Adams."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and self.new_names.get(node.func) == ADAM:
+                for keyword in node.keywords:
+                    if keyword.arg in ADAM_RENAMED:
+                        start = self.text.at(keyword.lineno, keyword.col_offset)
+                        self.text.replace(start, start + len(keyword.arg), ADAM_RENAMED[keyword.arg])
 
     # One statement ------------------------------------------------------------------------------
 

@@ -196,6 +196,37 @@ class Scopes(ast.NodeVisitor):
     visit_MatchAs = visit_ExceptHandler  # noqa: N815
 
 
+IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+
+
+def optional_imports(tree: ast.AST) -> set[ast.Import | ast.ImportFrom]:
+    """Return imports that a script may do without: in an `if`, or in a `try` that catches ImportError."""
+    found: set[ast.Import | ast.ImportFrom] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and not _is_always_true(node.test):
+            inside = [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try) and any(map(_catches_import_error, node.handlers)):
+            inside = [*node.body, *(each for handler in node.handlers for each in handler.body)]
+        else:
+            continue
+        every = (each for statement in inside for each in ast.walk(statement))
+        found.update(each for each in every if isinstance(each, ast.Import | ast.ImportFrom))
+    return found
+
+
+def _is_always_true(test: ast.expr) -> bool:
+    """Return whether a condition holds in a script that is started: a constant, or `__name__ == ...`."""
+    names = {each.id for each in ast.walk(test) if isinstance(each, ast.Name)}
+    return "__name__" in names or (isinstance(test, ast.Constant) and bool(test.value))
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    kinds = (
+        {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else set()
+    )
+    return handler.type is None or not kinds.isdisjoint(IMPORT_ERRORS)
+
+
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):

@@ -2,6 +2,7 @@
 
 from zero_full.optim.build import build_optimizer, parameter_groups, served_stages
 from zero_full.optim.elementwise import check_elementwise
+from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
@@ -21,6 +22,7 @@ from zero_full.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "Average",
+    "FusedAdam",
     "LRRangeTest",
     "Lamb",
     "Lion",

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero_full.formatting import shown
 from zero_full.optim.arguments import as_call, check_signature, checked_options, classes_in, flag, nearest
+from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
@@ -22,7 +23,7 @@ ADAM_SWITCHES = {"adam_w_mode", "torch_adam"}  # options that choose between tor
 # DeepSpeed's switches that our classes lack: the only value that is allowed, and the reason.
 Fixed = Mapping[str, tuple[bool | str, str]]
 OF_TORCH: Fixed = {
-    "bias_correction": (True, "torch always corrects the bias. Remove it"),
+    "bias_correction": (True, "this optimizer has no such switch. Remove it"),
     "fp32_optimizer_states": (True, "the state has the dtype of the master parameters. Remove it"),
 }
 OF_LAMB: Fixed = {"amsgrad": (False, "LAMB has no such variant. Remove it")}
@@ -68,11 +69,23 @@ def build_optimizer(
         # As in DeepSpeed, "Adam" is AdamW (decoupled decay) unless `adam_w_mode` is false.
         decoupled = options.pop("adam_w_mode", True) or name == "adamw"
         kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
-        if not options.pop("torch_adam", False):
+        is_torchs = options.pop("torch_adam", False)
+        if not is_torchs:
             options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
+        if not flag("optimizer.params.bias_correction", options.get("bias_correction", True)):
+            if is_torchs:
+                raise ValueError(
+                    "optimizer.params.bias_correction cannot be false with torch_adam: torch always corrects "
+                    "the bias. Remove torch_adam"
+                )
+            kind = FusedAdam
+            options["adam_w_mode"] = decoupled
     else:
         kind = optimizer_class(type)
-    options = _drop_fixed(options, FIXED.get(name, {}))
+    fixed = FIXED.get(name, {})
+    if kind is FusedAdam:
+        fixed = {key: each for key, each in fixed.items() if key != "bias_correction"}
+    options = _drop_fixed(options, fixed)
     check_signature("optimizer.params", kind, options)
     groups = parameter_groups(groups)
     options = checked_options(kind, options, "optimizer.params.{}".format)

@@ -17,17 +17,76 @@ from torch.optim import Optimizer
 
 from zero_full._compat import clean_name, foreach_add
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import Kind, Peers, Piece, Stepper, by_kind, moments_of, steps_as_its_class
+from zero_full.optim.arguments import check_fixed, flag
+from zero_full.optim.step import (
+    Kind,
+    Peers,
+    Piece,
+    Stepper,
+    by_kind,
+    loss_of,
+    moments_of,
+    operators_for,
+    steps_as_its_class,
+)
 from zero_full.precision.dtypes import Dtypes
 
-ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (torch.float32, torch.bfloat16)
 VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 
+class FusedAdam(torch.optim.Adam):
+    """Adam with the arguments and defaults of DeepSpeed's FusedAdam and DeepSpeedCPUAdam.
+
+    params, lr, betas, eps   as torch's
+    bias_correction          divide the moments by 1 - beta**step; False: use them as they are
+    adam_w_mode              decoupled weight decay, as in AdamW; False: L2, as in Adam
+    weight_decay             0, where torch's AdamW has 0.01
+    amsgrad                  not supported, as in DeepSpeed: must be False
+    """
+
+    zero_full_elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+    ) -> None:
+        check_fixed({"amsgrad": amsgrad}, {"amsgrad": "use torch.optim.Adam or AdamW for this variant"})
+        decoupled = flag("adam_w_mode", adam_w_mode)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=decoupled)
+        self.defaults["bias_correction"] = flag("bias_correction", bias_correction)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", self.defaults["bias_correction"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient, with the compiled operator if there is one."""
+        loss = loss_of(closure)
+        pieces = [
+            Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        for some in by_kind(pieces):
+            group = self.param_groups[some[0].group]
+            fused_step(operators_for(some), some, some[0].master.dtype, group, 1.0)
+        return loss
+
+
+ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
+
+
 def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
-    """Whether the step of `base` (or `step`) is torch's own and the operator computes the same."""
+    """Whether the step of `base` (or `step`) is that of torch or of FusedAdam: the operator does the same."""
     if type(base) not in ADAMS or not steps_as_its_class(base, step or base.step):
         return False
     for group in base.param_groups:
@@ -64,7 +123,7 @@ def warn_if_second_moments_stall(base: Optimizer, dtypes: Dtypes) -> None:
                 )
 
 
-class FusedAdam(Stepper):
+class FusedAdamStep(Stepper):
     """Steps pieces by the fused operator, in the place of a torch Adam or AdamW."""
 
     fuses = adopts = is_alone = True
@@ -123,7 +182,7 @@ class FusedAdam(Stepper):
             by, moments = operators(master.device), self.moments[master.dtype]
             fused_step(by, some, moments, groups[some[0].group], factor, rounding_keys)
 
-    def with_these_options(self) -> "FusedAdam":
+    def with_these_options(self) -> "FusedAdamStep":
         """Copy this rule with the groups' present options, lists such as `betas` included."""
         made = copy(self)
         made.groups = [{key: copy(value) for key, value in g.items()} for g in self.base.param_groups]
@@ -191,4 +250,5 @@ def fused_step(
         group["weight_decay"],
         group.get("decoupled_weight_decay", False),
         factor,
+        group.get("bias_correction", True),
     )

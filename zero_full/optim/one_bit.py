@@ -505,7 +505,7 @@ class OneBitAdamStep(OneBitStep):
         for same in by_kind(pieces):
             group = self.group_of(same[0])
             states = [moments_in(piece, self.optimizer.state[piece.master]) for piece in same]
-            if not group["bias_correction"] or group["eps_inside_sqrt"]:  # the operator has neither
+            if group["eps_inside_sqrt"]:  # the operator lacks it
                 for piece, state in zip(same, states, strict=True):
                     assert piece.gradient is not None
                     update_moments(state, group, piece.gradient.float() * factor)
@@ -528,6 +528,7 @@ class OneBitAdamStep(OneBitStep):
                 group["weight_decay"],
                 True,  # decoupled weight decay
                 factor,
+                group["bias_correction"],
             )
 
     def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:

@@ -3,14 +3,20 @@
 import argparse
 import importlib
 import inspect
+import json
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_full.config import auto_keys, fill_auto
+from zero_full.config.auto import STAND_INS, read_filled
+from zero_full.config.json_parser import NotJsonError, parse
 from zero_full.errors import PlanError
 from zero_full.plan.planning import plan, plan_stages
 from zero_full.plan.result import side_by_side
@@ -23,12 +29,32 @@ def main(options: argparse.Namespace) -> int:
     inputs = [input_of(text) for text in options.batch]
     make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
     options_of_plan = {"inputs": inputs, "device": options.device, "expert_parallel": options.expert_parallel}
-    plans = make(model, options.config, options.world, **options_of_plan)
+    config, remark = config_of(Path(options.config), options.fill)
+    if remark:
+        print(remark, file=sys.stderr)
+    plans = make(model, config, options.world, **options_of_plan)
     if options.json:
         print("\n".join(each.as_json() for each in plans))
     else:
         print(side_by_side(plans) if options.stages else plans[0].table())
     return 0
+
+
+def config_of(path: Path, fills: Sequence[str]) -> tuple[Path | dict[str, Any], str]:
+    """Return the configuration to plan, with stand-ins for "auto", and a remark that lists these."""
+    text = read_filled(path, fills)
+    try:
+        given = parse(text).value
+    except NotJsonError:
+        return path, ""  # `plan` reports the mistake, with its position
+    given = given if isinstance(given, dict) else {}
+    stand_ins = {key: STAND_INS[key] for key in auto_keys(given) if key in STAND_INS}
+    if not fills and not stand_ins:
+        return path, ""
+    memory = [key for key in stand_ins if stand_ins[key] is not None and ".params." not in key]
+    said = ", ".join(f"{key}={json.dumps(stand_ins[key])}" for key in memory)
+    remark = f'remark: "auto" is planned as {said}. Set the values of your run with --fill' if said else ""
+    return fill_auto(given, stand_ins), remark
 
 
 def model_of(name: str) -> nn.Module:

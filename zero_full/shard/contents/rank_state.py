@@ -15,7 +15,7 @@ from zero_full.shard.contents.state import Contents, as_dict
 
 # Options of a parameter group that a load does not change: implementation choices, and Adam versus AdamW.
 OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", MASK}
-ALIKE = frozenset(("Adam", "AdamW"))  # optimizers with the same state
+ALIKE = frozenset(("Adam", "AdamW", "FusedAdam"))  # optimizers with the same state
 
 
 def rank_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from zero_full._compat import clean_name
 from zero_full.comm.lane import Lane
 from zero_full.offload import Flow, Tier
 from zero_full.optim.elementwise import own_stepper
-from zero_full.optim.fused_adam import FusedAdam
+from zero_full.optim.fused_adam import FusedAdamStep
 from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.settings import Settings
@@ -36,7 +36,7 @@ class Steppers:
         self.optimizer: Optimizer = base.optimizer
         self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
-        self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
+        self.fused_adam = FusedAdamStep(self.optimizer, base.own_step, dtypes)
         self.lane, self.tier = lane, tier
         # State or parameter slices are in files and must be read ahead.
         self.reads_ahead = type(tier).load_parts is not Tier.load_parts or any(

@@ -117,7 +117,7 @@ const zeroCheck = (() => {
       else if (made[name] === undefined) made[name] = defaultOf(field)
     }
     for (const name of given.keys()) {
-      if (!Object.hasOwn(model.fields, name)) faults.push({ path: [...path, name], unknown: true })
+      if (!Object.hasOwn(model.fields, name)) faults.push({ path: [...path, name], unknown: true, value: given.get(name) })
     }
     return complete ? made : undefined
   }
@@ -146,17 +146,24 @@ const zeroCheck = (() => {
 
   function explained(fault, spelled) {
     const path = asWritten(fault.path, spelled)
+    if (fault.unknown) {
+      const name = path[path.length - 1], { notRead } = zeroConfig
+      const why = name.startsWith("_") ? zeroConfig.comment : Object.hasOwn(notRead, name) ? notRead[name] : ""
+      if (why) return notice(path, "no effect", why, "", shown(fault.value))
+    }
     if (fault.unknown) return notice(path, "refused", ...strange(fault.path))
     if (fault.missing) {
       return notice(path, "refused", "missing", `set it, or remove ${dotted(fault.path.slice(0, -1))}`)
     }
-    if (fault.value === "auto") return unfilled(path, fault.expected)
+    if (fault.value === "auto") return unfilled(path, dotted(fault.path), fault.expected)
     return notice(path, "refused", `got ${shown(fault.value)}, expected ${fault.expected}`)
   }
 
-  function unfilled(path, expected) {
-    const why = 'only Hugging Face\'s Trainer fills in "auto"'
-    return notice(path, "refused", why, `set a value: ${expected}`)
+  function unfilled(path, key, expected) {
+    const filler = Object.hasOwn(zeroConfig.fillers, key) ? zeroConfig.fillers[key] : ""
+    const nobody = 'neither Hugging Face\'s Trainer nor Accelerate fills in "auto" here'
+    const why = filler ? `only ${filler} can fill in "auto"` : nobody
+    return notice(path, filler ? "unfilled" : "refused", why, `set a value: ${expected}`)
   }
 
   // Second names ------------------------------------------------------------------------------------
@@ -289,11 +296,17 @@ const zeroCheck = (() => {
     }
   }
 
-  function* unfilledArguments(config) {
+  // "auto" where the schema accepts any text.
+  function* unfilledTexts(config) {
     for (const name of ["optimizer", "scheduler"]) {
       for (const [argument, value] of config[name] ? config[name].params : []) {
-        if (value === "auto") yield unfilled([name, "params", argument], "a number")
+        const path = [name, "params", argument], expected = argument === "betas" ? "two numbers" : "a number"
+        if (value === "auto") yield unfilled(path, dotted(path), expected)
       }
+    }
+    for (const name of [OFFLOAD, "offload_param"]) {
+      const part = config[ZERO][name], path = [ZERO, name, "nvme_path"]
+      if (part !== null && part.nvme_path === "auto") yield unfilled(path, dotted(path), "a directory")
     }
   }
 
@@ -308,18 +321,20 @@ const zeroCheck = (() => {
     const raw = copied(given), faults = []
     for (const key of [TRAIN, MICRO, STEPS]) if (raw.get(key) === null) raw.delete(key) // how a launcher leaves one out
     const [spelled, clashing] = renamed(raw), config = section(raw, zeroConfig.schema, [], faults)
-    const bad = faults.map((fault) => dotted(fault.path)), entries = entriesOf(config), rules = zeroConfigRules
+    const unfilledOnes = [...unfilledTexts(config)]
+    const bad = [...faults, ...unfilledOnes].map((each) => dotted(each.path)), entries = entriesOf(config), rules = zeroConfigRules
     const notices = [
       ...clashing,
       ...faults.map((fault) => explained(fault, spelled)),
       ...wrongSwitches(entries),
       ...remarked(entries, config, spelled, bad),
       ...together(entries, rules.conflicts(config, world), spelled, bad),
-      ...unfilledArguments(config),
+      ...unfilledOnes,
       ...together(entries, rules.ineffective_keys(config), spelled, bad),
       ...assumptions(config, raw, bad),
     ]
-    notices.sort((one, other) => (one.kind !== "refused") - (other.kind !== "refused"))
+    const isWarning = ({ kind }) => !["refused", "unfilled"].includes(kind)
+    notices.sort((one, other) => isWarning(one) - isWarning(other))
     return { config, spelled, bad, entries, notices }
   }
 
@@ -388,6 +403,7 @@ const zeroCheck = (() => {
       for (const each of above(path).slice(1)) {
         if (refused.has(keyOf(each))) [kind, message] = ["unread", `${dotted(each)} is invalid`]
       }
+      if (path.slice(0, -1).some((name) => name.startsWith("_"))) [kind, message] = ["unread", zeroConfig.unread]
       made.push(verdict(path, place, kind, message, "", message ? `${dotted(path)}: ${message}` : ""))
     }
     return made
@@ -407,7 +423,7 @@ const zeroCheck = (() => {
       if (inside.path[inside.path.length - 1] === "params") return ["unknown", zeroConfig.inTorch]
       const route = path.slice(inside.path.length)
       const isSwitch = inside.remark && inside.remark.switches.some((each) => same(each, route))
-      return isSwitch ? ["default", ""] : ["unread", "zero_full does not read it"]
+      return isSwitch ? ["default", ""] : ["unread", zeroConfig.unread]
     }
   }
 

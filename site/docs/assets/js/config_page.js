@@ -5,9 +5,9 @@
   const form = document.getElementById("checker")
   const result = document.getElementById("checker-result")
   const field = (name) => form.elements[name]
-  const NAMES = { unread: "not read", unknown: "not looked at" } // where a kind is called otherwise
-  const LOUD = ["refused", "no effect", "assumed"]
-  const SIGNS = { ok: "✓", default: "=", unread: "–", "no effect": "!", assumed: "!", refused: "✗", unknown: "?" }
+  const NAMES = { unread: "not read", unknown: "not looked at", unfilled: "to fill in" } // where a kind is called otherwise
+  const LOUD = ["refused", "unfilled", "no effect", "assumed"]
+  const SIGNS = { ok: "✓", default: "=", unread: "–", "no effect": "!", assumed: "!", unfilled: "…", refused: "✗", unknown: "?" }
   const EXAMPLE = `{
   "train_batch_size": "auto",
   "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16},
@@ -71,7 +71,10 @@
   function tally(verdicts) {
     const count = (...kinds) => verdicts.filter(({ kind }) => kinds.includes(kind)).length
     const mistakes = count("refused"), warnings = count("no effect", "assumed"), unknown = count("unknown")
+    const unfilled = count("unfilled"), verb = unfilled === 1 ? "is" : "are"
     const parts = [mistakes ? counted(mistakes, "mistake") : unknown ? "nothing wrong so far" : "ok"]
+    if (unfilled && mistakes) parts.push(`${counted(unfilled, "key")} to fill in`)
+    else if (unfilled) parts[0] += ` once ${counted(unfilled, "key")} ${verb} filled in`
     if (warnings) parts.push(counted(warnings, "warning"))
     if (unknown) parts.push(`${counted(unknown, "key")} not looked at, only \`python -m zero_full check\` knows`)
     return parts.join(", ")
