@@ -17,6 +17,7 @@ from zero_full.engine.engine import Engine as Engine
 from zero_full.engine.loader import RepeatingLoader as RepeatingLoader
 from zero_full.engine.loader import leave_signals as leave_signals
 from zero_full.engine.loader import synced as synced
+from zero_full.engine.metrics import Metrics as Metrics
 from zero_full.errors import CheckpointError as CheckpointError
 from zero_full.errors import CommunicationError as CommunicationError
 from zero_full.errors import ConfigError as ConfigError

@@ -141,6 +141,11 @@ def is_persistent_buffer(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
+# The profiler ----------------------------------------------------------------------------------------
+
+# Whether a profiler runs, of the module torch.autograd.profiler. It is called by every forward.
+is_profiling: Callable[[Any], bool] = attrgetter("_is_profiler_enabled")
+
 # Optimizers ------------------------------------------------------------------------------------------
 
 

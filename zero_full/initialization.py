@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_full.assemble import compose
-from zero_full.comm.topology import Topology
-from zero_full.config import LeafModuleConfig, Resolved, resolve
+from zero_full.comm.topology import Topology, this_rank
+from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
 from zero_full.config.rules import MICRO, TRAIN
+from zero_full.config.schema import OptimizerConfig
 from zero_full.construct import outside_recording
 from zero_full.engine.engine import Engine
 from zero_full.engine.loader import RankLoader
+from zero_full.engine.monitors import Monitors, is_monitored
 from zero_full.errors import ConfigError
 from zero_full.formatting import listed
 from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
@@ -94,7 +96,7 @@ def initialize(
     read = partial(
         _read, (args, config, config_params), data_ranks, wrap, training_data, StartupBarrier(topology)
     )
-    resolved, settings = attempt(read, topology)
+    resolved, settings, monitors = attempt(read, topology)
     checked = resolved.config
     make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)
     facts, shard_ranks = {"configuration": facts_of_config(checked)}, shard_ranks_of(checked, data_ranks)
@@ -107,11 +109,34 @@ def initialize(
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     device = wrapped.groups.dense.shard.device
-    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
+    plan = partial(_planned, model, wrapped, checked, data_ranks)
+    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
     if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise
         attempt(partial(engine.record, path, checked.debug.record_steps), topology)
+    if engine.reporting is not None:
+        engine.reporting.monitors = monitors
     _announce(engine, optimizer, lr_scheduler)
     return engine, wrapped, loader, schedule
+
+
+def _planned(model: nn.Module, wrapped: ZeroOptimizer, config: Config, world: int) -> dict[str, int]:
+    """Return the bytes of a plan of this run, by the kinds of the ledger. For an out-of-memory error only."""
+    from zero_full.plan import plan  # an ordinary run needs none
+
+    base, device = wrapped.base, wrapped.groups.dense.shard.device
+    name = type(base).__name__
+    if config.optimizer is None or config.optimizer.type.lower() != name.lower():  # passed to initialize
+        params = {key: base.defaults[key] for key in ("momentum", "amsgrad") if base.defaults.get(key)}
+        config = config.model_copy(update={"optimizer": OptimizerConfig(type=name, params=params)})
+    made = plan(model, config, world, device=device.type)
+    kinds = {
+        "parameters": made.parameters + made.gathered,
+        "gradients": made.gradients + made.buckets,
+        "optimizer": made.master + made.moments + made.update,
+        "host": made.host,
+        "disk": made.disk,
+    }
+    return {kind: size for kind, size in kinds.items() if size}
 
 
 def _read(
@@ -120,8 +145,8 @@ def _read(
     wrap: Wrap | None,
     training_data: Any,
     roll_call: StartupBarrier,
-) -> tuple[Resolved, Settings]:
-    """Return the resolved configuration and the settings derived from it."""
+) -> tuple[Resolved, Settings, Monitors | None]:
+    """Return the resolved configuration, its settings and, on the first rank, its open monitors."""
     resolved = resolve(_config(*configs), data_ranks)
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:
@@ -130,7 +155,9 @@ def _read(
         raise ConfigError(f"training_data needs a batch size. Set {MICRO} or {TRAIN} in the configuration")
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
-    return resolved, settings
+    # Opened before anything is built, so that after an error the model can be initialized again.
+    is_writer = this_rank() == 0 and is_monitored(resolved.config)
+    return resolved, settings, Monitors(resolved.config) if is_writer else None
 
 
 def _make(
@@ -220,10 +247,10 @@ def _warnings(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
     yield from engine.resolved.warnings
     yield from engine.resolved.assumed if has_optimizer else ()
     asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(config, key)]
-    if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
+    if asked and log.hasHandlers() and not log.isEnabledFor(logging.INFO):
         yield (
-            f"{' and '.join(asked)} log at level INFO, which Python does not show by default. Call "
-            "logging.basicConfig(level=logging.INFO)"
+            f"{' and '.join(asked)} log at level INFO, which this script's logging drops. Call "
+            'logging.getLogger("zero_full").setLevel(logging.INFO)'
         )
     called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
     for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():

@@ -92,9 +92,9 @@ def _class(dotted: str, path: str, node: ast.ClassDef, page: str) -> str:
 
 
 def _fields(path: str, node: ast.ClassDef) -> list[str]:
-    """A dataclass's fields with the comments that stand beside them."""
+    """The fields of a dataclass or a typed dict, with the comments that stand beside them."""
     kinds = {*map(ast.unparse, node.bases), *(ast.unparse(d).partition("(")[0] for d in node.decorator_list)}
-    if not kinds & {"dataclass", "NamedTuple"}:
+    if not kinds & {"dataclass", "NamedTuple", "TypedDict"}:
         return []
     fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
     return [lines_of(path)[i - 1] for n in fields for i in range(n.lineno, (n.end_lineno or n.lineno) + 1)]

@@ -12,7 +12,7 @@ from functools import cache
 
 from places import DOCS, ROOT, SiteError, relative
 
-PAGES = ("guide/troubleshooting.md", "guide/refused.md")  # all of their blocks
+PAGES = ("guide/troubleshooting.md", "guide/refused.md", "guide/metrics.md")  # all of their blocks
 TABLES = ("guide/configuration.md",)
 BLOCK = re.compile(r"^```text\n(.*?)^```$", re.M | re.S)
 TABLE = re.compile(r"(?<=^\| the message says \| do \|\n\|---\|---\|\n)(?:^\|.*\n)+", re.M)

@@ -52,6 +52,17 @@ def test_a_recording_makes_the_host_wait_for_nothing_more(stage: int, tmp_path: 
     assert file.exists()  # it was recorded
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("every", [1, 10**9])
+def test_a_monitor_reads_the_loss_of_the_steps_that_it_writes(
+    stage: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)
+    monitor = {"enabled": True, "output_path": str(tmp_path)}
+    keys = {"jsonl_monitor": monitor, "steps_per_monitor": every, "gradient_clipping": 0.1}
+    assert reads(Case(stage, keys=keys)) == {"_add_up": 1, **({"loss": 1} if every == 1 else {})}
+
+
 def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
     assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "gather_messages": 1}
 

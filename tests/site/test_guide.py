@@ -135,7 +135,7 @@ def occurs(quote: str) -> bool:
 QUOTES = [
     line
     for b in blocks("text")
-    if b.page in ("troubleshooting.md", "refused.md")
+    if b.page in ("troubleshooting.md", "refused.md", "metrics.md")
     for line in b.text.splitlines()
 ]
 

@@ -23,7 +23,8 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"examples"},  # they use what a user uses: `zero_full` itself
     {"migrate"},
     {"check", "fit"},
-    {"initialization", "plan"},
+    {"initialization"},
+    {"plan"},
     {"assemble"},
     {"engine"},
     {"checkpoint", "flight", "start"},

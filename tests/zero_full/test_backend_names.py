@@ -10,10 +10,10 @@ from zero_full.shard.deal.one_bit_support import BACKENDS, missing_for
 
 
 @pytest.mark.parametrize(
-    ("name", "there", "has_cuda", "missing"),
+    ("name", "there", "has_gpu", "missing"),
     [
         ("nccl", True, True, ""),
-        ("nccl", True, False, "nccl: there is no CUDA device"),
+        ("nccl", True, False, "nccl: there is no GPU"),
         ("nccl", False, True, "nccl: this torch was built without NCCL"),
         ("gloo", True, False, ""),
         ("gloo", False, False, "gloo: this torch was built without gloo"),
@@ -23,10 +23,10 @@ from zero_full.shard.deal.one_bit_support import BACKENDS, missing_for
         ("hccl", False, False, "hccl: torch_npu, which brings it, is not installed or not imported"),
     ],
 )
-def test_what_a_backend_lacks_is_said(name: str, there: bool, has_cuda: bool, missing: str) -> None:
+def test_what_a_backend_lacks_is_said(name: str, there: bool, has_gpu: bool, missing: str) -> None:
     with (
         mock.patch.object(dist, "is_backend_available", lambda asked: there and asked == name),
-        mock.patch.object(torch.cuda, "is_available", lambda: has_cuda),
+        mock.patch.object(torch.accelerator, "is_available", lambda: has_gpu),
     ):
         assert missing_for(name) == missing
 

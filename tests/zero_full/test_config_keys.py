@@ -35,7 +35,10 @@ DEFAULTS: dict[str, Any] = in_full(
   "fp16.min_loss_scale": 1, "fp16.fp16_master_weights_and_grads": false, "bf16.enabled": false,
   "bf16.immediate_grad_update": false, "bf16.check_grad_overflow": true,
   "bf16.bf16_master_weights_and_grads": false, "bf16.bf16_optimizer_states": false,
-  "debug.check_collectives": false, "debug.timeout_s": 10.0
+  "debug.check_collectives": false, "debug.timeout_s": 10.0, "tensorboard.enabled": false,
+  "tensorboard.output_path": "", "tensorboard.job_name": "DeepSpeedJobName", "csv_monitor.enabled": false,
+  "csv_monitor.output_path": "", "csv_monitor.job_name": "DeepSpeedJobName", "wandb.enabled": false,
+  "wandb.group": null, "wandb.team": null, "wandb.project": "deepspeed"
 }""",
     """{
   "stage": 0, "contiguous_gradients": true, "reduce_scatter": true, "reduce_bucket_size": 500000000,
@@ -102,8 +105,8 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "memory_breakdown": true, "dump_state": true, "log_level": "info", "vocabulary_size": 50257,
   "seq_parallel_communication_data_type": "bf16", "use_data_before_expert_parallelism": true,
   "pipeline": {"stages": 2}, "activation_checkpointing": {"partition_activations": true},
-  "flops_profiler.enabled": true, "comms_logger.enabled": true, "tensorboard.enabled": true,
-  "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true,
+  "flops_profiler.enabled": true, "comms_logger.enabled": true, "comet.enabled": true,
+  "trackio.enabled": true, "monitor_config": {"tensorboard": {"enabled": true}},
   "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
   "aio.thread_count": 1, "aio.queue_depth": 4,
   "aio.single_submit": true, "aio.overlap_events": false, "aio.use_gds": true,

@@ -137,18 +137,31 @@ def test_another_launcher_is_a_problem_in_the_words_of_init_distributed(
     assert doctor.problems() == [str(caught.value)]
 
 
-def fake_torch(cuda: Any, built_for: str | None) -> Any:
-    return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=built_for, hip=None))
-
-
-def test_cuda_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = SimpleNamespace(name="Some GPU", total_memory=16 * 2**30, major=9, minor=0)
-    cuda = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda i: known
+def fake_torch(kind: str | None, built_for: str | None, module: Any = None) -> Any:
+    accelerator = SimpleNamespace(
+        current_accelerator=lambda: kind and torch.device(kind),
+        is_available=lambda: kind is not None,
+        device_count=lambda: 2,
     )
-    monkeypatch.setattr(doctor, "imported", lambda name: (fake_torch(cuda, "12.8"), ""))
-    line = "Some GPU, 16.0 GiB, compute capability 9.0"
-    assert doctor.accelerators() == [("cuda:0", line), ("cuda:1", line)]
+    version = SimpleNamespace(cuda=built_for, hip=None)
+    return SimpleNamespace(accelerator=accelerator, version=version, get_device_module=lambda device: module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "line"),
+    [
+        ("cuda", {"major": 9, "minor": 0}, "Some GPU, 16.0 GiB, compute capability 9.0"),
+        ("xpu", {}, "Some GPU, 16.0 GiB"),
+        ("mps", None, "no properties"),
+    ],
+)
+def test_devices_are_listed(kind: str, known: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace()
+    if known is not None:
+        properties = SimpleNamespace(name="Some GPU", total_memory=16 * 2**30, **known)
+        module.get_device_properties = lambda index: properties
+    monkeypatch.setattr(doctor, "imported", lambda name: (fake_torch(kind, "12.8", module), ""))
+    assert doctor.accelerators() == [(f"{kind}:0", line), (f"{kind}:1", line)]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +178,7 @@ def test_no_device_has_a_reason(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    monkeypatch.setattr(
-        doctor,
-        "imported",
-        lambda name: (fake_torch(SimpleNamespace(is_available=lambda: False), built_for), ""),
-    )
+    monkeypatch.setattr(doctor, "imported", lambda name: (fake_torch(None, built_for), ""))
     [(name, value)] = doctor.accelerators()
     assert name == "none" and reason in value
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import config
-from zero_full.engine.reporting import Throughput, peak_memory
+from zero_full.engine.metrics import Lap, Means, Meter, peak_memory
 from zero_full.formatting import duration, three_digits
 
 BATCH, LENGTH, WORDS = 5, 7, 11
@@ -274,7 +274,7 @@ def test_lines_come_when_they_are_asked_for(
     engine.destroy()
 
 
-def test_who_has_not_let_python_show_the_lines_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_script_whose_logging_drops_the_lines_is_told(caplog: pytest.LogCaptureFixture) -> None:
     told = "steps_per_print log at level INFO"
     with caplog.at_level(logging.INFO, "zero_full"):
         engine_of(steps_per_print=5).destroy()
@@ -284,6 +284,42 @@ def test_who_has_not_let_python_show_the_lines_is_told(caplog: pytest.LogCapture
         assert told not in caplog.text
         engine_of(steps_per_print=5).destroy()
     assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("configured", "level", "shown", "logged"),
+    [
+        (False, None, True, []),  # the default
+        (False, logging.INFO, True, []),
+        (False, logging.WARNING, False, []),
+        (True, logging.INFO, False, ["step 2"]),
+        (True, logging.WARNING, False, []),
+    ],
+)
+def test_without_logging_of_the_scripts_own_lines_go_to_stderr(
+    configured: bool,
+    level: int | None,
+    shown: bool,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("zero_full")
+    with monkeypatch.context() as changed:
+        changed.setattr(logging.root, "handlers", [])  # without pytest's
+        changed.setattr(log, "handlers", [handler] if configured else [])
+        log.setLevel(level or logging.NOTSET)
+        engine = engine_of(steps_per_print=2)
+        train(engine, 2)
+        engine.destroy()
+    log.setLevel(logging.NOTSET)
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("step ")]
+    assert [line[:6] for line in lines] == ["step 2"] * shown and not captured.out
+    assert [line[:6] for line in records if line.startswith("step ")] == logged
 
 
 def logged(comm: Any) -> tuple[list[str], float]:
@@ -297,7 +333,8 @@ def logged(comm: Any) -> tuple[list[str], float]:
     try:
         engine = engine_of(steps_per_print=2)
         if engine.reporting is not None:  # on the first rank
-            engine.reporting.throughput.clock = iter(range(2)).__next__  # a second from one look to the next
+            engine.reporting.meter.clock = iter(range(3)).__next__  # a second from one look to the next
+            engine.reporting.lines = Lap(engine.reporting.meter)
         losses = train(engine, 2)
         engine.destroy()
     finally:
@@ -314,16 +351,23 @@ def test_the_first_rank_tells_of_all() -> None:
 
 
 def test_time_counts_from_the_end_of_the_first_step() -> None:
-    ticks = iter([100.0, 104.0, 110.0])
-    throughput = Throughput(lambda: next(ticks))
-    throughput.tokens = 1000
-    throughput.count(8)
+    engine = engine_of()
+    meter = Meter(engine.module, engine.optimizer, engine.stopwatch, 1, lambda: 0.0)
+    lap = Lap(meter)
+    meter.clock = iter([100.0, 104.0, 104.0, 110.0, 111.0, 118.0]).__next__
+    meter.tokens = 1000
+    meter.count(8)
     for _ in range(2):
-        throughput.tokens += 500
-        throughput.count(8)
-    assert [*throughput.lap()] == ["2.00 s", "4.00 samples/s", "250 tokens/s"]
-    throughput.count(0)
-    assert [*throughput.lap()] == ["6.00 s"]
+        meter.tokens += 500
+        meter.count(8)
+    assert lap.end() == Means(2.0, 4.0, 250.0)
+    assert lap.end() == Means()  # no step since
+    meter.count(0)
+    assert lap.end() == Means(6.0)
+    meter.clock()
+    meter.count(7)
+    assert lap.end() == Means(8.0, 7 / 8)  # from the last call that a step came before
+    engine.destroy()
 
 
 def test_digits() -> None:

@@ -29,7 +29,7 @@ from zero_full.checkpoint.folder import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
 from zero_full.comm.store_messages import StoreMessages
 from zero_full.errors import CheckpointError
-from zero_full.offload.arena import Arena
+from zero_full.offload.arena import LOCKABLE, Arena, page_locker
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.threads import make_thread
 
@@ -68,7 +68,7 @@ class StagingBuffer:
         if sizes == [room.nbytes for room in self.rooms]:
             return
         self.release()  # free the old memory first, to avoid a peak of both
-        self.arena = Arena(sizes, torch.cuda.cudart() if "cuda" in devices else None, optional=COPY)
+        self.arena = Arena(sizes, page_locker() if LOCKABLE in devices else None, optional=COPY)
         rooms = (self.arena.take(size, torch.uint8) for size in sizes)
         self.rooms = [torch.empty(0, dtype=torch.uint8) if room is None else room for room in rooms]
 

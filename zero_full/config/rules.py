@@ -239,6 +239,17 @@ def unread_keys(config: Config) -> Iterator[Rule]:
         yield Rule("bf16.stochastic_rounding_seed", f"{rounding} is false", "", (rounding,))
     if not autocast.enabled:
         yield Rule("torch_autocast.dtype", "torch_autocast.enabled is false", "", ("torch_autocast.enabled",))
+    for section, is_on in (
+        ("jsonl_monitor", config.jsonl_monitor.enabled),
+        ("csv_monitor", config.csv_monitor.enabled),
+        ("tensorboard", config.tensorboard.enabled),
+    ):
+        for key in ("output_path", "job_name"):
+            if not is_on:
+                yield Rule(f"{section}.{key}", f"{section}.enabled is false", "", (f"{section}.enabled",))
+    for key in ("group", "team", "project"):
+        if not config.wandb.enabled:
+            yield Rule(f"wandb.{key}", "wandb.enabled is false", "", ("wandb.enabled",))
     if not config.debug.check_collectives:
         collectives = "debug.check_collectives"
         yield Rule("debug.timeout_s", f"{collectives} is false", "", (collectives,))

@@ -49,7 +49,8 @@ BLOCKS = idle("each thread transfers one block at a time: see intra_op_paralleli
 OVERLAPPED = idle("reads, steps and writes always overlap, with two parts of the state in memory")
 TP_SIZES = ("autotp_size", "tp_size", "tp.tp_size")
 AUTO_TP = missing("automatic tensor parallelism is not implemented", "use 1", *TP_SIZES, when=more_than_one)
-NO_MONITOR = idle("no metrics are written; log them with your own logger", "enabled")
+OTHER_MONITOR = idle("not implemented: use jsonl_monitor, csv_monitor, tensorboard or wandb", "enabled")
+NO_SECTION = idle("DeepSpeed does not read it either: tensorboard and the others belong at the top level")
 
 
 class Strict(BaseModel):
@@ -255,6 +256,31 @@ class ZeroConfig(Strict):
     stage3_gather_fp16_weights_on_model_save: Annotated[Flag, idle("weights are always gathered")] = False
 
 
+class JsonlMonitorConfig(Strict):
+    """Metrics as lines of JSON, in `output_path/job_name/metrics.jsonl`."""
+
+    enabled: Flag = False
+    output_path: str = ""
+    job_name: str = ""
+
+
+class MonitorConfig(Strict):
+    """Metrics for TensorBoard, or in CSV files, in the folder `output_path/job_name`."""
+
+    enabled: Flag = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class WandbConfig(Strict):
+    """Metrics for Weights & Biases."""
+
+    enabled: Flag = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
 class DebugConfig(Strict):
     """Expensive checks, and recordings. `timeout_s`: seconds that a check of collectives waits for a rank."""
 
@@ -300,7 +326,7 @@ class Config(Strict):
     ] = {}
     graph_harvesting: Annotated[Flag, removed("0.19.8", "call torch.compile on the model; remove it")] = False
     wall_clock_breakdown: Flag = False
-    memory_breakdown: Annotated[Flag, idle("use torch.cuda.memory_summary()")] = False
+    memory_breakdown: Annotated[Flag, idle("use torch.accelerator.memory_stats()")] = False
     disable_python_gc: Annotated[Flag, idle("call gc.disable() in your script")] = False
     dump_state: Annotated[Flag, idle("the table of the configuration shows the values")] = False
     log_level: Annotated[str | None, idle('set the level of the logger "zero_full" instead')] = None
@@ -331,10 +357,14 @@ class Config(Strict):
     activation_checkpointing: Annotated[Section, idle("call torch.utils.checkpoint in your model")] = {}
     flops_profiler: Annotated[Section, idle("use torch.profiler", "enabled")] = {}
     comms_logger: Annotated[Section, idle("engine.traffic() returns the bytes sent", "enabled")] = {}
-    tensorboard: Annotated[Section, NO_MONITOR] = {}
-    wandb: Annotated[Section, NO_MONITOR] = {}
-    csv_monitor: Annotated[Section, NO_MONITOR] = {}
-    comet: Annotated[Section, NO_MONITOR] = {}
+    steps_per_monitor: Count = 1  # steps from one entry in the monitors to the next
+    jsonl_monitor: JsonlMonitorConfig = JsonlMonitorConfig()
+    csv_monitor: MonitorConfig = MonitorConfig()
+    tensorboard: MonitorConfig = MonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: Annotated[Section, OTHER_MONITOR] = {}
+    trackio: Annotated[Section, OTHER_MONITOR] = {}
+    monitor_config: Annotated[Section, NO_SECTION] = {}
     aio: AioConfig = AioConfig()
     nebula: Annotated[Object, removed("0.19.7", "checkpoints have one writer; remove it", "enabled")] = {}
     datastates_ckpt: Annotated[Section, idle("checkpoints have one writer here")] = {}

@@ -146,20 +146,25 @@ def accelerators() -> Rows:
     torch, _ = imported("torch")
     if torch is None:
         return [("none", "torch is not usable")]
-    if torch.cuda.is_available():
-        known = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [
-            (f"cuda:{i}", f"{d.name}, {in_gib(d.total_memory)}, compute capability {d.major}.{d.minor}")
-            for i, d in enumerate(known)
-        ]
-    other = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if other is not None and torch.accelerator.is_available():
-        return [(str(other), f"{torch.accelerator.device_count()} device(s)")]
-    return [("none", why_no_cuda(torch))]
+    kind = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if kind is not None and torch.accelerator.is_available():
+        count = torch.accelerator.device_count()
+        return [(f"{kind.type}:{index}", _properties(torch, kind, index)) for index in range(count)]
+    return [("none", why_no_device(torch))]
 
 
-def why_no_cuda(torch: Any) -> str:
-    """Return why torch finds no CUDA device: the build, the environment or the driver."""
+def _properties(torch: Any, kind: Any, index: int) -> str:
+    """Return name, memory and compute capability of a device, as far as its kind has them."""
+    ask = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    known: Any = None if ask is None else ask(index)
+    found = [str(known.name)] if hasattr(known, "name") else []
+    found += [in_gib(known.total_memory)] if hasattr(known, "total_memory") else []
+    found += [f"compute capability {known.major}.{known.minor}"] if hasattr(known, "major") else []
+    return ", ".join(found) or "no properties"
+
+
+def why_no_device(torch: Any) -> str:
+    """Return why torch finds no accelerator: the build, the environment or the driver."""
     built_for = torch.version.cuda or torch.version.hip
     if built_for is None:
         return "this torch is built for CPU only; pytorch.org has builds for GPUs"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full.engine.reporting import peak_memory
+from zero_full.engine.metrics import peak_memory
 
 INSTEAD = {  # names of DeepSpeed's accelerator -> the call of torch
     "available_memory": "torch.accelerator.get_memory_info()[0]",

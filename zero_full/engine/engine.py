@@ -8,8 +8,9 @@
 DeepSpeed's do. Plain `loss.backward()` works as well. With several micro-batches the key
 `plain_backward_divides` defines whether zero_full or the training loop divides.
 
-Parts that only some runs have are None in all others: `reporting` logs a line every few steps, `stopping`
-saves and exits after a signal, `recorder` writes a flight recording.
+Parts that only some runs have are None in all others: `_meter` counts for `metrics`, `reporting` logs a line
+every few steps and writes to monitors, `stopping` saves and exits after a signal, `recorder` writes a flight
+recording.
 """
 
 import logging
@@ -24,7 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
+from zero_full._compat import is_profiling
 from zero_full.checkpoint import (
     Extras,
     LoadOptions,
@@ -38,8 +41,12 @@ from zero_full.checkpoint import (
 )
 from zero_full.comm.topology import this_rank
 from zero_full.config import Resolved
+from zero_full.engine import out_of_memory
 from zero_full.engine.forward_hooks import ForwardHooks
 from zero_full.engine.loader import RankLoader
+from zero_full.engine.metrics import Lap, Means, Meter, Metrics, clipped, peak_memory, rates_of
+from zero_full.engine.monitors import is_monitored
+from zero_full.engine.profiler_ranges import ProfilerRanges, ranged
 from zero_full.engine.queries import DeepSpeedQueries
 from zero_full.engine.reporting import Reporting
 from zero_full.engine.saving import load_run, load_run_state, run_state
@@ -89,7 +96,9 @@ class Engine(DeepSpeedQueries):
         lr_scheduler: Any = None,
         training_dataloader: RankLoader | None = None,
         world_size: int = 1,
+        plan: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
+        """`plan`: returns the planned bytes of this run by kind, for an out-of-memory error."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.made_in = os.getpid()
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
@@ -108,15 +117,20 @@ class Engine(DeepSpeedQueries):
         self._warned_of_schedule = False
         self.offloaded = OffloadedStates(optimizer)
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
+        self._plan = plan
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._timed = self.stopwatch.phases()
+        self._ranges: ProfilerRanges | None = None  # while a profiler runs
         self.recorder: FlightRecorder | None = None  # see `record`
         self._recorded: AbstractContextManager[None] = nullcontext()  # around a forward
         self.stopping: Stopping | None = None  # see `on_signal`
+        self._meter: Meter | None = None  # see `metrics`
+        self._lap: Lap | None = None  # between two calls of `metrics`
         self.reporting: Reporting | None = None
-        if (self.config.steps_per_print or self.stopwatch.on) and this_rank() == 0:
-            every = self.config.steps_per_print or 0
-            self.reporting = Reporting(module, optimizer, every, self.stopwatch, device, world_size)
+        if this_rank() == 0 and (
+            self.config.steps_per_print or self.stopwatch.on or is_monitored(self.config)
+        ):
+            self.reporting = Reporting(self._count_steps(), self.config, device, self._read_metrics)
         self._forward_hooks = self._make_forward_hooks()
         optimizer.at_step.append(self._count_step)
         optimizer.register_step_post_hook(self._end_plain_step)
@@ -139,15 +153,21 @@ class Engine(DeepSpeedQueries):
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % "forward")
         self.optimizer.check_model_unchanged()
-        with self._recorded, self._timed["forward"]():
-            outputs = self.module(*inputs, **named_inputs)
+        if is_profiling(profiler) is (self._ranges is None):
+            self._follow_profiler()
+        try:
+            with self._recorded, self._timed["forward"]():
+                outputs = self.module(*inputs, **named_inputs)
+        except (RuntimeError, MemoryError) as error:
+            self._explain(error, "forward")
+            raise
         if not torch.is_grad_enabled():
             return outputs
         backward = self.optimizer.reducer.backward
         if self.module.training and not backward.inside_autograd():  # inside: a recomputed forward
             self._forwards += 1
-            if self.reporting is not None:
-                self.reporting.count_tokens(inputs, named_inputs)
+            if self._meter is not None:
+                self._meter.count_tokens(inputs, named_inputs)
         # With a loss scale the hooks of ForwardHooks watch the outputs.
         return outputs if self._forward_hooks.scales_outputs else watch_losses(backward, outputs)
 
@@ -169,8 +189,9 @@ class Engine(DeepSpeedQueries):
             self.optimizer.reducer.begin(divided=True, scaled=True)
             try:
                 scaled.backward(retain_graph=retain_graph)
-            except BaseException:
+            except BaseException as error:
                 self.optimizer.reducer.backward.fail()
+                self._explain(error, "backward")
                 raise
             self.optimizer.reducer.finish()
         return loss
@@ -185,6 +206,10 @@ class Engine(DeepSpeedQueries):
         scaled = self.optimizer.scale(loss, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
+
+    def _explain(self, error: BaseException, phase: str) -> None:
+        """Add a note to an out-of-memory error."""
+        out_of_memory.explain(error, phase, self.optimizer, self.config, self.device, self._plan)
 
     def division_rule(self) -> str:
         """Return as text which calls divide the loss by the number of micro-batches; "" if that is 1."""
@@ -216,10 +241,14 @@ class Engine(DeepSpeedQueries):
         try:
             self._stepped = self.is_gradient_accumulation_boundary()
             if self._stepped:
-                with self._timed["step"]():
-                    self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
+                try:
+                    with self._timed["step"]():
+                        self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
+                except (RuntimeError, MemoryError) as error:
+                    self._explain(error, "step")
+                    raise
                 if self.reporting is not None:
-                    self.reporting.log_step(self.global_steps, self.skipped_steps)
+                    self.reporting.report(self.global_steps, self.skipped_steps)
             else:
                 self.accumulation.micro_steps += 1
         finally:
@@ -282,15 +311,15 @@ class Engine(DeepSpeedQueries):
         assert self.optimizer.last is not None
         if not self.optimizer.last.applied:
             self.skipped_steps += 1
-        if self.reporting is not None:
-            self.reporting.throughput.count(samples)
+        if self._meter is not None:
+            self._meter.count(samples)
 
     def _end_plain_step(self, *step: Any) -> None:
-        """Log a step that the loop took by `optimizer.step()`; `step` logs its own."""
+        """Report a step that the loop took by `optimizer.step()`; `step` reports its own."""
         if self._stepping or self.optimizer.last is None:
             return
         if self.reporting is not None:
-            self.reporting.log_step(self.global_steps, self.skipped_steps)
+            self.reporting.report(self.global_steps, self.skipped_steps)
         if self.config.scheduler is not None and self.lr_scheduler is not None:
             self._check_schedule_moves(self.config.scheduler.type)
 
@@ -553,7 +582,63 @@ class Engine(DeepSpeedQueries):
             self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
         )
 
-    # Signals and recordings ----------------------------------------------------------------------
+    def _follow_profiler(self) -> None:
+        """Begin to make named ranges, or end."""
+        self._timed = self.stopwatch.phases()
+        if self._ranges is None:
+            self._ranges = ProfilerRanges(self.optimizer)
+            self._timed = {phase: ranged(phase, timed) for phase, timed in self._timed.items()}
+        else:
+            self._ranges.close()
+            self._ranges = None
+
+    # Metrics, signals and recordings --------------------------------------------------------------
+
+    def metrics(self) -> Metrics:
+        """Return numbers of this rank: loss, norms, rates, times, bytes held, sent and moved. See `Metrics`.
+
+        Any rank may call this alone, at any time before `destroy`. The host waits for the device, to read the
+        loss. Rates and times are means of the steps since the last call. The first call begins to count
+        steps for them, and returns none.
+        """
+        if self.optimizer.closed:
+            raise RuntimeError(
+                "metrics after destroy, which freed this rank's shards. Call it before destroy"
+            )
+        if self._lap is None:
+            self._lap = Lap(self._count_steps())
+        return self._read_metrics(self._lap.end())
+
+    def _count_steps(self) -> Meter:
+        """Return the meter, which counts from its first use on."""
+        if self._meter is None:
+            self._meter = Meter(self.module, self.optimizer, self.stopwatch, self.world_size)
+            if self.global_steps and not self.accumulation.micro_steps % self.accumulation.micro_batches:
+                self._meter.begin()  # else time counts from the end of the first step
+        return self._meter
+
+    def _read_metrics(self, means: Means) -> Metrics:
+        meter, last, scaler = self._count_steps(), self.optimizer.last, self.optimizer.scaler
+        norm = None if last is None else last.grad_norm
+        clips = norm is not None and last is not None and last.applied
+        return Metrics(
+            step=self.global_steps,
+            samples=self.global_samples,
+            skipped=self.skipped_steps,
+            loss=meter.loss(),
+            lr=meter.rates or rates_of(self.optimizer),
+            grad_norm=norm,
+            clipped_norm=clipped(norm, self.gradient_clipping()) if clips and norm is not None else None,
+            loss_scale=scaler.scale if scaler.scales else None,
+            step_seconds=means.step_seconds,
+            samples_per_second=means.samples_per_second,
+            tokens_per_second=means.tokens_per_second,
+            phase_seconds=means.phase_seconds,
+            held=meter.held(),
+            sent=self.traffic(),
+            moved=self.moved(),
+            peak=peak_memory(self.device),
+        )
 
     def on_signal(
         self,
@@ -623,6 +708,8 @@ class Engine(DeepSpeedQueries):
             raise RuntimeError(
                 f"record: this engine already records into {self.recorder.path}. Close that recording first"
             )
+        if self._ranges is not None:
+            self._follow_profiler()  # the next forward makes ranges again, around the recorder
         about = {
             "stage": self.zero_optimization_stage(),
             "micro_batches": self.accumulation.micro_batches,
@@ -677,7 +764,7 @@ class Engine(DeepSpeedQueries):
             torch.accelerator.empty_cache()
 
     def destroy(self, gather: bool = False) -> None:
-        """Remove the engine's hooks from the model, close the recording and free this rank's shards.
+        """Remove the engine's hooks from the model, close its files and free this rank's shards.
 
         The model keeps its parameters. At stage 3 they stay released, unless every rank passes `gather`: then
         they become whole. In a process that was forked from the engine's this does nothing.
@@ -686,6 +773,8 @@ class Engine(DeepSpeedQueries):
             return
         if self.recorder is not None:
             self.recorder.close()
+        if self.reporting is not None:
+            self.reporting.close()
         self.offloaded.reload()
         self._forward_hooks.remove()
         self.optimizer.close(gather)

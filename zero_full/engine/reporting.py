@@ -1,125 +1,76 @@
 """Log lines of a training run: one every `steps_per_print` steps, and the times of its phases."""
 
-import inspect
 import logging
-import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
 
-from zero_full.engine.stopwatch import Stopwatch
+from zero_full.config import Config
+from zero_full.engine.metrics import Lap, Means, Meter, Metrics, peak_memory
+from zero_full.engine.monitors import Monitors
 from zero_full.formatting import duration, human, three_digits
-from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
-TOKENS = ("input_ids", "token_ids", "tokens", "idx")  # usual names of a forward's argument with tokens
 RATES = 4  # largest number of learning rates in a line
 
 
-class Throughput:
-    """Steps, samples, tokens and seconds since the last log line. `clock` returns seconds.
-
-    Time counts from the end of the first step, which opens connections and creates optimizer state.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.began: float | None = None  # seconds; None: before the end of the first step
-        self.steps = self.timed = self.samples = self.tokens = 0
-
-    def count(self, samples: int) -> None:
-        """Count a step that has ended, and its samples."""
-        self.steps += 1
-        if self.began is None:
-            self.began, self.tokens = self.clock(), 0
-        else:
-            self.timed, self.samples = self.timed + 1, self.samples + samples
-
-    def lap(self) -> Iterator[str]:
-        """Yield the time of a step, samples and tokens per second since the last lap; begin a new lap."""
-        assert self.began is not None
-        now = self.clock()
-        seconds = now - self.began
-        if self.timed and seconds > 0:
-            yield duration(seconds / self.timed)
-            yield from (
-                f"{three_digits(count / seconds)} {what}/s"
-                for what, count in (("samples", self.samples), ("tokens", self.tokens))
-                if count
-            )
-        self.began, self.steps, self.timed, self.samples, self.tokens = now, 0, 0, 0, 0
-
-
 class Reporting:
-    """Logs the progress of a run, on the first rank. An engine that logs nothing has none.
+    """Logs the progress of a run, and writes to its monitors, on the first rank. Other engines have none.
 
-    steps_per_print  steps from one line to the next; 0: only the stopwatch's line, after every step
-    stopwatch        times the phases of a step, if it is on
-    device           whose peak memory a line shows
-    world_size       data-parallel ranks: each is assumed to have as many tokens as this one
+    device  whose peak memory a line shows
+    read    returns the engine's metrics, with these means
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: ZeroOptimizer,
-        steps_per_print: int,
-        stopwatch: Stopwatch,
-        device: torch.device,
-        world_size: int,
+        self, meter: Meter, config: Config, device: torch.device, read: Callable[[Means], Metrics]
     ) -> None:
-        self.optimizer, self.stopwatch = optimizer, stopwatch
-        self.steps_per_print, self.device, self.world_size = steps_per_print, device, world_size
-        self.throughput = Throughput()
-        self.rates: list[float] = []  # of the last step: a schedule moves them before the line is logged
-        self.first_input = ""  # the name of the first argument of forward
-        with suppress(TypeError, ValueError):  # a compiled forward may have no signature
-            self.first_input = next(iter(inspect.signature(module.forward).parameters), "")
-        self.loss: Tensor | None = None  # of the last step
-        optimizer.at_step.append(self._note_loss)
-        optimizer.register_step_post_hook(self._note_rates)
+        self.meter, self.device, self.read = meter, device, read
+        self.steps_per_print = config.steps_per_print or 0
+        self.lines, self.entries = Lap(meter), Lap(meter)
+        self.steps_per_monitor = config.steps_per_monitor
+        self.monitors: Monitors | None = None
 
-    def count_tokens(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
-        """Count the tokens of a training forward."""
-        given = {self.first_input: inputs[0], **named_inputs} if inputs else named_inputs
-        for name in TOKENS:
-            if isinstance(found := given.get(name), Tensor) and not found.is_floating_point():
-                self.throughput.tokens += found.numel() * self.world_size
+    def report(self, step: int, skipped: int) -> None:
+        """Log and write what is due after step number `step`; `skipped` steps of the run overflowed."""
+        self._log_step(step, skipped)
+        if self.monitors is not None and step % self.steps_per_monitor == 0:
+            self.monitors.write(self.read(self.entries.end()))
 
-    def _note_loss(self) -> None:
-        self.loss = self.optimizer.accumulation.step_loss()
+    def close(self) -> None:
+        """Close the monitors."""
+        if self.monitors is not None:
+            self.monitors.close()
 
-    def _note_rates(self, *step: Any) -> None:
-        if self.optimizer.last is not None:  # else the step found no gradients
-            self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def log_step(self, step: int, skipped: int) -> None:
-        """Log the lines that are due after step number `step`; `skipped` steps of the run overflowed."""
-        if step % (self.steps_per_print or 1) or not log.isEnabledFor(logging.INFO):
+    def _log_step(self, step: int, skipped: int) -> None:
+        is_timed = self.meter.stopwatch.on
+        if not (self.steps_per_print or is_timed) or step % (self.steps_per_print or 1) or not _is_shown():
             return
-        steps, line = self.throughput.steps, ", ".join(self._parts(skipped))
+        # Reading the loss waits for the device, so the clock is read afterwards.
+        loss = self.meter.loss()
+        means = self.lines.end()
         if self.steps_per_print:
-            log.info("step %d: %s", step, line)
-        if self.stopwatch.on:
-            log.info("step %d: %s", step, self.stopwatch.lap(steps))
+            _show(f"step {step}: {', '.join(self._parts(loss, means, skipped))}")
+        if is_timed:
+            times = ", ".join(f"{name} {duration(s)}" for name, s in means.phase_seconds.items())
+            times = times or "no times: the loop did not call forward, backward or step of the engine"
+            _show(f"step {step}: {times}")
 
-    def _parts(self, skipped: int) -> Iterator[str]:
+    def _parts(self, loss: float | None, means: Means, skipped: int) -> Iterator[str]:
         """Yield the parts of a line."""
-        optimizer = self.optimizer
-        loss = None if self.loss is None else float(self.loss)
-        if loss is not None:  # reading it waits for the device, so the clock is read afterwards
+        optimizer = self.meter.optimizer
+        if loss is not None:
             digits = f"{loss:.4f}" if 1e-3 <= abs(loss) < 1e4 else f"{loss:.5g}"
-            yield f"loss {digits}" + (" (rank 0)" if self.world_size > 1 else "")
-        yield from self.throughput.lap()
+            yield f"loss {digits}" + (" (rank 0)" if self.meter.world_size > 1 else "")
+        if means.step_seconds is not None:
+            yield duration(means.step_seconds)
+        if means.samples_per_second is not None:
+            yield f"{three_digits(means.samples_per_second)} samples/s"
+        if means.tokens_per_second is not None:
+            yield f"{three_digits(means.tokens_per_second)} tokens/s"
         if optimizer.last is not None and optimizer.last.grad_norm is not None:
             yield f"norm {optimizer.last.grad_norm:.4g}"
-        rates = [f"{lr:.3g}" for lr in dict.fromkeys(self.rates)]
+        rates = [f"{lr:.3g}" for lr in dict.fromkeys(self.meter.rates)]
         yield f"lr {' / '.join(rates[:RATES])}" + (" / ..." if len(rates) > RATES else "")
         if optimizer.scaler.scales:
             scale = optimizer.scaler.scale
@@ -130,16 +81,21 @@ class Reporting:
             yield f"peak {human(peak)}"
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of this process in bytes: on the device, or on a CPU its resident set."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
-    with suppress(OSError):  # only Linux has the file; getrusage may count a parent process's peak
-        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:  # Windows
-        return None
-    peak = getrusage(RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _is_configured() -> bool:
+    """Return whether the script has configured logging: by a handler, or by a level."""
+    return log.hasHandlers() or log.level != logging.NOTSET or logging.root.level != logging.WARNING
+
+
+def _is_shown() -> bool:
+    """Return whether a line of progress is shown: by default, unless the script's logging drops it."""
+    if not _is_configured():
+        return log.manager.disable < logging.INFO
+    return log.isEnabledFor(logging.INFO)
+
+
+def _show(line: str) -> None:
+    """Log a line at INFO. Without a handler Python would drop it, so it goes to stderr."""
+    if log.hasHandlers():
+        log.info("%s", line)
+    else:
+        print(line, file=sys.stderr, flush=True)

@@ -8,8 +8,6 @@ from functools import partial
 
 import torch
 
-from zero_full.formatting import duration
-
 PHASES = ("forward", "backward", "step")
 
 
@@ -18,7 +16,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self.device, self.on = device, on
-        self.seconds: dict[str, float] = defaultdict(float)  # by phase, since the last lap
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase, of the whole run
 
     def phases(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
         """Return, by phase, a function whose context times its block. Off, the contexts do nothing."""
@@ -39,9 +37,3 @@ class Stopwatch:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
-
-    def lap(self, steps: int) -> str:
-        """Return the mean times of a step over `steps` steps, as text, and reset them to zero."""
-        times = ", ".join(f"{name} {duration(seconds / steps)}" for name, seconds in self.seconds.items())
-        self.seconds.clear()
-        return times or "no times: the loop did not call forward, backward or step of the engine"

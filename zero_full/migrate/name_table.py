@@ -94,7 +94,7 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.comm.log_summary": "engine.traffic() counts the bytes that were sent",
     "deepspeed.launcher": "start with torchrun",
     "deepspeed.moe": "write the layer in plain torch, and pass topology=zero_full.Topology(expert=...)",
-    "deepspeed.monitor": "log the engine's values with your own logger",
+    "deepspeed.monitor": "engine.metrics(), or the configuration's tensorboard, csv_monitor and wandb",
     "deepspeed.ops": "use torch's operators",
     "deepspeed.ops.adagrad": 'torch.optim.Adagrad, or "optimizer": {"type": "Adagrad"} in the configuration',
     "deepspeed.ops.adam": (

@@ -28,7 +28,13 @@ from zero_full.layout.flat import rounded_up
 log = logging.getLogger("zero_full")
 LINE = 64  # bytes: regions begin at multiples of this
 CHUNK = 2**30  # bytes in one registration, unless a single region is larger
+LOCKABLE = "cuda"  # type of the devices whose runtime page-locks memory that exists: CUDA and ROCm
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
+
+
+def page_locker() -> Any:
+    """Return the runtime that page-locks memory for devices of type LOCKABLE. torch has no call for it."""
+    return torch.cuda.cudart()
 
 
 class Places:
@@ -130,7 +136,7 @@ def _clear_last_error() -> None:
     """Clear the error that CUDA keeps for this thread: torch would raise it behind its next kernel."""
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):
-            torch.zeros((), device="cuda")
+            torch.zeros((), device=LOCKABLE)
 
 
 def _memlock_limit() -> str:

@@ -59,9 +59,9 @@ def event_behind(device: torch.device) -> Any:
 class BufferPool:
     """A pool of buffers, in use or free for a slice of the same size, with a limit on their elements."""
 
-    def __init__(self, numel: int, cudart: Any = None) -> None:
-        """`cudart`: the CUDA runtime that page-locks each buffer, at its exact size; None: pageable."""
-        self.limit, self.cudart = numel, cudart
+    def __init__(self, numel: int, locker: Any = None) -> None:
+        """`locker`: `page_locker()`, which page-locks each buffer, at its exact size; None: pageable."""
+        self.limit, self.locker = numel, locker
         self.numel = 0
         self.free: list[Buffer] = []
         self.lock = threading.Lock()
@@ -78,9 +78,9 @@ class BufferPool:
             if self.numel + numel > self.limit and not exceed:
                 return None
             self.numel += numel
-        arena = Arena([size], self.cudart, optional="a buffer of parameters in a file (offload_param)")
-        if self.cudart is not None and not arena.locked:
-            self.cudart = None  # one warning is enough
+        arena = Arena([size], self.locker, optional="a buffer of parameters in a file (offload_param)")
+        if self.locker is not None and not arena.locked:
+            self.locker = None  # one warning is enough
         with torch.inference_mode(False):  # it outlives the pass
             memory = arena.take(size, torch.uint8)
         assert memory is not None

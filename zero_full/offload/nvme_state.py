@@ -35,6 +35,7 @@ from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.kernels.files import BlockIO, aligned_empty
 from zero_full.layout.flat import rounded_up
+from zero_full.offload.arena import page_locker
 from zero_full.offload.host_device_copies import Flow
 from zero_full.offload.nvme_params import BufferPool, NvmeParamStore
 from zero_full.offload.param_store import ParamStore
@@ -95,7 +96,7 @@ class BlockTier(HostTier):
 
     def param_store(self, device: torch.device) -> ParamStore:
         """The store of parameter slices, with its own file and threads."""
-        buffers = BufferPool(self.buffer_numel, torch.cuda.cudart() if self.locks(device) else None)
+        buffers = BufferPool(self.buffer_numel, page_locker() if self.locks(device) else None)
         return NvmeParamStore(
             self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).param_store(device)
         )

@@ -191,9 +191,9 @@ class HostParamStore(ParamStore):
 
     is_offloaded = True
 
-    def __init__(self, cudart: Any = None) -> None:
-        """`cudart`: the CUDA runtime that page-locks each slice, at its exact size; None: pageable."""
-        self.cudart, self.uploads = cudart, Uploads()
+    def __init__(self, locker: Any = None) -> None:
+        """`locker`: `page_locker()`, which page-locks each slice, at its exact size; None: pageable."""
+        self.locker, self.uploads = locker, Uploads()
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
@@ -208,7 +208,7 @@ class HostParamStore(ParamStore):
 
     def add_zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> ParamSlice:
         """Store zeros on the host."""
-        arena = Arena([numel * dtype.itemsize], self.cudart)
+        arena = Arena([numel * dtype.itemsize], self.locker)
         self.arenas.add(arena)
         values = arena.take(numel, dtype)
         return HostParamSlice(torch.zeros(0, dtype=dtype) if values is None else values, arena, self.uploads)

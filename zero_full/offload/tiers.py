@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_full.offload.arena import Arena
+from zero_full.offload.arena import LOCKABLE, Arena, page_locker
 from zero_full.offload.host_device_copies import Copier, Flow, StreamCopier
 from zero_full.offload.param_store import HostParamStore, ParamStore
 from zero_full.offload.storage import Storage
@@ -122,11 +122,11 @@ class HostTier(Tier):
 
     def locks(self, device: torch.device) -> bool:
         """Whether memory is page-locked for parameters on this device."""
-        return self.pin_memory and device.type == "cuda"
+        return self.pin_memory and device.type == LOCKABLE
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
         """Return the tier with an arena, which is page-locked for CUDA if `pin_memory`."""
-        arena = Arena(sizes, torch.cuda.cudart() if self.locks(device) else None)
+        arena = Arena(sizes, page_locker() if self.locks(device) else None)
         return OpenHostTier(**vars(self), arena=arena)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -150,8 +150,8 @@ class HostTier(Tier):
 
     def param_store(self, device: torch.device) -> ParamStore:
         """The store in host memory; for a model on the CPU, the model's own memory."""
-        cudart = torch.cuda.cudart() if self.locks(device) else None
-        return ParamStore() if device.type == "cpu" else HostParamStore(cudart)
+        locker = page_locker() if self.locks(device) else None
+        return ParamStore() if device.type == "cpu" else HostParamStore(locker)
 
 
 @dataclass(frozen=True)

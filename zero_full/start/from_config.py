@@ -16,7 +16,13 @@ from zero_full.precision.dtypes import NAMES
 from zero_full.settings import Gathering, Settings
 from zero_full.shard.passes.backward import Accumulation
 
-MAY_DIFFER = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # between ranks
+MONITORS = ("jsonl_monitor", "csv_monitor", "tensorboard")  # that have a folder
+MAY_DIFFER = {  # between ranks
+    *("steps_per_print", "wall_clock_breakdown", "debug.record"),
+    # Only the first rank writes there. A job_name with the time in it may differ.
+    *(f"{monitor}.{key}" for monitor in MONITORS for key in ("output_path", "job_name")),
+    *(f"wandb.{key}" for key in ("group", "team", "project")),
+}
 
 
 def settings_of(config: Config) -> Settings:

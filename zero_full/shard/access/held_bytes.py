@@ -50,6 +50,8 @@ class HeldBytes:
 
     def now(self) -> Sizes:
         """Return the bytes held now, by kind."""
+        if self.optimizer.offloaded.copies:  # `offload_states` has emptied storages of any kind
+            return {kind: bytes_behind(tensors) for kind, tensors in self.optimizer.holdings().items()}
         parameters = self.at_rest["parameters"] + self.always
         for flat, size in self.gathered:
             if flat.state is not GatherState.SHARDED:

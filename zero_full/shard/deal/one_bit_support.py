@@ -68,8 +68,8 @@ def missing_for(name: str) -> str:
         raise ValueError(f"comm_backend_name {name!r}: it can be {', '.join(BACKENDS)}")
     if name in LIBRARIES and not dist.is_backend_available(name):
         return f"{name}: this torch was built without {LIBRARIES[name]}"
-    if name == "nccl" and not torch.cuda.is_available():
-        return "nccl: there is no CUDA device"
+    if name == "nccl" and not torch.accelerator.is_available():
+        return "nccl: there is no GPU"
     if name == "hccl" and not dist.is_backend_available(name):
         return "hccl: torch_npu, which brings it, is not installed or not imported"
     return ""

@@ -22,14 +22,11 @@ NOT_SCALED = (
 )
 
 
-def check_not_capturing() -> None:
-    """Raise RuntimeError during a CUDA graph capture, because a replay would not run our hooks."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph cannot capture this pass: Python hooks reduce the gradients and gather the "
-            "parameters, and a graph does not replay them. Capture parts of the model "
-            "(torch.cuda.make_graphed_callables, at stages 0 to 2), or none"
-        )
+NOT_CAPTURED = (
+    "a CUDA graph cannot capture this pass: Python hooks reduce the gradients and gather the parameters, and "
+    "a graph does not replay them. Capture parts of the model (torch.cuda.make_graphed_callables, at stages "
+    "0 to 2), or none"
+)
 
 
 class Accumulation:
@@ -56,6 +53,7 @@ class Accumulation:
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
         self._plain_losses = 0  # of these, from a plain `loss.backward()`: not divided by the micro-batches
         self._lacks_loss = False  # a loss of this step is unknown
+        self._last: tuple[Tensor | None, int, bool] = None, 0, False  # these three, of the last step
 
     def is_boundary(self) -> bool:
         """Return whether the backward pass of the current micro-batch is the step's last."""
@@ -71,6 +69,7 @@ class Accumulation:
     def end_step(self) -> None:
         """Note that a step was taken."""
         self._was_denied = False
+        self._last = self.loss, self._plain_losses, self._lacks_loss
 
     def adds_up(self) -> bool:
         """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
@@ -104,9 +103,10 @@ class Accumulation:
             self._plain_losses += 1
             self.add_loss(loss)
 
-    def step_loss(self) -> Tensor | None:
-        """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
-        return None if self._lacks_loss or self.loss is None else self.loss / max(1, self._plain_losses)
+    def last_loss(self) -> Tensor | None:
+        """Return the last step's loss on this rank, the mean over its micro-batches; None if unknown."""
+        loss, plain_losses, lacks_loss = self._last
+        return None if lacks_loss or loss is None else loss / max(1, plain_losses)
 
     def forget_losses(self) -> None:
         """Forget the losses: a new step begins, or their gradients were discarded."""
@@ -116,8 +116,10 @@ class Accumulation:
 class BackwardPass:
     """The backward pass of this rank. It calls the functions in `at_begin` and `at_end`."""
 
-    def __init__(self, accumulation: Accumulation, scaler: StaticScale) -> None:
+    def __init__(self, accumulation: Accumulation, scaler: StaticScale, device: torch.device) -> None:
         self.accumulation, self.scaler = accumulation, scaler
+        # torch's module for an accelerator, whose streams may be captured into a graph; None: no accelerator
+        self.accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.running = False
@@ -132,6 +134,13 @@ class BackwardPass:
         self.number: int | None = None  # autograd's number of the pass; None: not known yet
         # Number of the pass that reached a loss, and the loss; None: it reached several.
         self._reached: tuple[int, Tensor | None] | None = None
+
+    def check_not_capturing(self) -> None:
+        """Raise RuntimeError during a graph capture, because a replay would not run our hooks."""
+        module = self.accelerator
+        is_capturing = getattr(module, "is_current_stream_capturing", None)
+        if module is not None and is_capturing is not None and module.is_initialized() and is_capturing():
+            raise RuntimeError(NOT_CAPTURED)
 
     def begin(self, divided: bool, scaled: bool) -> None:
         """Start the pass: by a call of the engine, a hook on the model's output, or its first gradient."""

@@ -42,7 +42,6 @@ from zero_full.offload import ParamStore
 from zero_full.settings import Gathering
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import GatherState
-from zero_full.shard.passes.backward import check_not_capturing
 from zero_full.shard.passes.module_hooks import Hook, InnerHook
 from zero_full.shard.passes.reduce import GradientReducer
 
@@ -194,8 +193,8 @@ class ParameterGatherer:
         """Queue the all-gather of a group on the lane, if it is sharded."""
         if group.parameters.state is not GatherState.SHARDED:
             return
-        if torch.cuda.is_initialized():
-            check_not_capturing()
+        if self.reducer.backward.accelerator is not None:
+            self.reducer.backward.check_not_capturing()
         self.trail = crc32(group.name.encode(), self.trail)
         group.parameters.begin_gather(self.lane)
         self.live += group.layout.total

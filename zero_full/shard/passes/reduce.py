@@ -31,7 +31,7 @@ from zero_full.shard.group.gradients import UNSCALED, Found, ShownGradients, Spa
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member
-from zero_full.shard.passes.backward import BackwardPass, check_not_capturing
+from zero_full.shard.passes.backward import BackwardPass
 
 # Gradient buffers at a time that are being filled or reduced; one more on lanes where waiting stops the host.
 IN_FLIGHT = 2
@@ -300,8 +300,8 @@ class GradientReducer:
         The engine calls this, or a hook on a module's output; for a plain `loss.backward()` the hook on its
         first gradient does (`by_gradient`). `divided` and `scaled` tell what was done to the loss.
         """
-        if torch.cuda.is_initialized():
-            check_not_capturing()
+        if self.backward.accelerator is not None:
+            self.backward.check_not_capturing()
         self.begins()
         if self.state.are_own or self.state.unclipped != 1:
             self.state.begin_pass()

@@ -22,7 +22,7 @@ Options change the step at these points. A run without an option executes none o
 import logging
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -154,6 +154,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.has_peers = any(each.size > 1 for each in groups.communicators)
         self.unfinished = UnfinishedStep(self.has_peers)
         self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
+        # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
+        self.named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.calls = 0  # calls of `step`, which the ranks compare
         self.warned_without_gradients = False
         self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
@@ -173,7 +175,7 @@ class ZeroOptimizer(OptimizerProxy):
             settings,
             scaler,
             parts.spares,
-            BackwardPass(accumulation, scaler),
+            BackwardPass(accumulation, scaler, device),
             averages=None if self.steppers.own is None else self.steppers.averages,
             begins=self._before_backward,
             thaws=partial(check_thawed, self.contents.stepper),
@@ -259,9 +261,11 @@ class ZeroOptimizer(OptimizerProxy):
             return self._warn_without_gradients()
         decision = self._decide(agreed)
         if decision.applies:
-            decision = self._update(decision)
+            with self.named_range("update"):
+                decision = self._update(decision)
         if decision.publishes:
-            self.publish(self.awake)
+            with self.named_range("publish"):
+                self.publish(self.awake)
         self._count(decision, collected.scale)
 
     def _collect(self) -> Collected | None:
