@@ -227,6 +227,18 @@ def test_the_key_records_from_the_start_to_destroy(tmp_path: Path) -> None:
         engine_of(1, debug={"record": str(path)})
 
 
+def on_one_rank(comm: Any, path: str) -> str:
+    keys = {"debug": {"record": path}} if comm.rank == 0 else {}
+    with pytest.raises(zero_full.DisagreementError) as error:
+        engine_of(1, **keys)
+    return str(error.value)
+
+
+def test_the_key_on_one_rank_only_is_refused_on_all(tmp_path: Path) -> None:
+    for said in POOL.run(on_one_rank, 2, str(tmp_path / "a.json"), collective=10):
+        assert "debug.record" in said and "no path" in said
+
+
 # What is left on disk ------------------------------------------------------------------------------
 
 

@@ -162,4 +162,7 @@ def scaler_of(config: Config) -> StaticScale:
 def facts_of_config(config: Config) -> dict[str, Any]:
     """Return the keys and values that must be equal on all ranks."""
     keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in MAY_DIFFER)
-    return {entry.key: entry.value for entry in keys}
+    return {
+        **{entry.key: entry.value for entry in keys},
+        "debug.record": "no path" if config.debug.record is None else "a path",  # either on all ranks
+    }
