@@ -48,7 +48,7 @@ test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: no CUDA device, so nothing was tested")'
 	$(BIN)/python -m pytest -q -m gpu
 
-test-hf: .venv/ready  ## Hugging Face's models and libraries at every stage (installs them; 5 minutes)
+test-hf: .venv/ready  ## Hugging Face's models and libraries at every stage (installs them; 10 minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m hf tests/hf
 
@@ -87,6 +87,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.checkpoint | tee build/bench/checkpoint.md
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
+	$(BIN)/python -m tests.bench.facade | tee build/bench/facade.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_full import __version__
-from zero_full.commands import COMMANDS, PROGRAM
+from zero_full.commands import COMMANDS, PROGRAM, Script
 from zero_full.errors import ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError
 from zero_full.formatting import printable
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Without one, print the help."""
     try:
         try:
-            return _run(arguments)
+            result = _run(arguments)
         finally:
             print(end="", flush=True)
     except BrokenPipeError:  # the reader has closed the pipe; Python would flush stdout once more at exit
@@ -28,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    return result() if callable(result) else result
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None) -> int | Script:
     parser = build_parser()
     options = parser.parse_args(arguments)
     command = next((each for each in COMMANDS if each.name == options.command), None)

@@ -3,7 +3,7 @@
 An implementation is imported only when its command runs, so that help is available without torch.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,9 @@ from zero_full.doctor import machine as doctor
 
 PROGRAM = "python -m zero_full"
 NO_CUDA = "not built, because this torch has no CUDA: `python -m zero_full build cuda` builds it anyway"
+
+
+Script = Callable[[], int]  # runs a user's script, whose errors keep their traceback; returns the exit code
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Command:
     name: str
     help: str  # purpose, in one line
     examples: tuple[str, ...]  # arguments to show in `--help`; long ones continue after a backslash
-    run: Callable[[Namespace], int]  # returns the exit code
+    run: Callable[[Namespace], "int | Script"]  # returns the exit code, or the user's script to run
     arguments: tuple[Argument, ...]
     more: str = ""  # further lines for `--help`
 
@@ -57,12 +60,12 @@ def _number(name: str, help: str, **options: Any) -> Argument:
     return Argument(name, {"help": help, "type": int, "metavar": "N", **options})
 
 
-def _implementation(module: str, function: str = "main") -> Callable[[Namespace], int]:
+def _implementation(module: str, function: str = "main") -> Callable[[Namespace], int | Script]:
     """Return a function that imports the command's implementation and calls it."""
 
-    def run(options: Namespace) -> int:
-        code: int = getattr(import_module(module), function)(options)
-        return code
+    def run(options: Namespace) -> int | Script:
+        result: int | Script = getattr(import_module(module), function)(options)
+        return result
 
     return run
 
@@ -269,6 +272,25 @@ COMMANDS = (
             _flag("--moments", "also print every event, with a sentence"),
         ),
         more="If the run was killed or hangs, the files of the ranks are merged first.",
+    ),
+    Command(
+        "as-deepspeed",
+        "run a script that imports deepspeed, with zero_full in its place",
+        (
+            "train.py --deepspeed ds.json",
+            "-m my_package.train --deepspeed ds.json",
+            "accelerate launch --config_file ds.yaml \\\n      train.py",
+        ),
+        _implementation("zero_full.integrations.deepspeed.run", "prepare"),
+        (
+            _argument(
+                "-m", "a module instead of a script, and its arguments", nargs=REMAINDER, metavar="MODULE"
+            ),
+            _argument("script", "the script", nargs="?", metavar="SCRIPT"),
+            _argument("arguments", "the script's arguments", nargs=REMAINDER, metavar="..."),
+        ),
+        more="Only this process is changed, nothing is installed. For several ranks:\n"
+        "  torchrun --nproc-per-node 2 -m zero_full as-deepspeed train.py",
     ),
     Command(
         "build",

@@ -24,7 +24,7 @@ WANTED = {  # what is typed -> the page that must be among the first three
     "resume": "guide/checkpoints.html",
     "Accelerate": "guide/hugging_face.html",
     "HF Trainer": "guide/hugging_face.html",
-    "lora": "guide/hugging_face.html",
+    "lora": "guide/hugging_face_loop.html",
     "glossary": "glossary.html",
     "hysteresis": "configuration.html",
     "gradient_clipping": "configuration.html",

@@ -21,6 +21,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"__main__"},
     {"commands"},
     {"examples"},  # they use what a user uses: `zero_full` itself
+    {"integrations"},  # of other libraries; ordinary runs import nothing of it
     {"migrate"},
     {"check", "fit"},
     {"initialization"},

@@ -24,7 +24,7 @@ def helped(capsys: Capture, *arguments: str) -> str:
 def test_alone_it_prints_the_help_as_pip_does(capsys: Capture) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert printed == helped(capsys) and all(f"    {each.name} " in printed for each in COMMANDS)
+    assert printed == helped(capsys) and all(f"\n    {each.name}" in printed for each in COMMANDS)
 
 
 def test_a_command_that_there_is_not_is_refused_with_those_that_there_are(capsys: Capture) -> None:

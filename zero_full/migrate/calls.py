@@ -140,4 +140,7 @@ def _package_names(call: ast.Call) -> Iterator[ManualChange]:
 
 
 def _runs_deepspeed(cause: str, library: str) -> str:
-    return f"{cause} makes {library} run DeepSpeed itself. Instead: your own loop with zero_full.initialize"
+    instead = "your own loop with zero_full.initialize"
+    if library != "Lightning":
+        instead = f"the script unchanged, by python -m zero_full as-deepspeed; or {instead}"
+    return f"{cause} makes {library} run DeepSpeed itself. Instead: {instead}"

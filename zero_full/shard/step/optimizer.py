@@ -217,6 +217,11 @@ class ZeroOptimizer(OptimizerProxy):
         self.steppers.attach(self.trained)
         self._note_awake()
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because gradients were not finite. DeepSpeed's name."""
+        return self.last is not None and not self.last.applied
+
     def __repr__(self) -> str:
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.trained)} buckets, {self.base!r})"
 
