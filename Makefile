@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-rehearsal gpu-page \
+.PHONY: help demo test test-all test-gpu test-hf test-lightning test-ray test-matrix bench bench-gpu gpu-day gpu-rehearsal gpu-page \
 	lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
 # Two processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
-WHICH = not slow and not gpu and not hf
+WHICH = not slow and not gpu and not hf and not lightning and not ray
 SUITE = command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
 	$(BIN)/python -m tests.suite -q --durations=20 -m "$(WHICH)" tests
 test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones (a quarter of an hour on two cores)
@@ -31,7 +31,7 @@ test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow 
 	$(BIN)/mypy
 	@$(SUITE)
 
-test-all: WHICH = not gpu and not hf
+test-all: WHICH = not gpu and not hf and not lightning and not ray
 test-all: .venv/ready browser  ## all tests, the slow ones too
 	@$(SUITE)
 
@@ -51,6 +51,14 @@ test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 test-hf: .venv/ready  ## Hugging Face's models and libraries at every stage (installs them; 10 minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m hf tests/hf
+
+test-lightning: .venv/ready  ## Lightning's Trainer and Fabric at every stage beside DDP (installs it; 5 minutes)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning]'
+	$(PYTEST) tests/lightning
+
+test-ray: .venv/ready  ## Ray Train, with a node that is lost (installs it; 2 minutes)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	$(PYTEST) tests/ray_train
 
 # Where a PYTHON is named, that one runs a day on GPUs and nothing is installed; else .venv's, where there is one.
 GIVEN := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))

@@ -50,7 +50,7 @@ def commands(program: str) -> list[list[str]]:
 
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     kinds = {m["kind"] for page in PAGES for m in BLOCK.finditer(page.read_text())}
-    assert kinds == {"python", "json", "bash", "text"}
+    assert kinds == {"python", "json", "bash", "text", "yaml"}  # yaml: tests/zero_full/test_launch_pages.py
     assert all(page.read_text().count("```") % 2 == 0 for page in PAGES)
 
 

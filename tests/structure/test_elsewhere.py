@@ -36,7 +36,7 @@ for package in ("zero_min", "lessons", "zero_full"):
             try:
                 importlib.import_module(each.name)
             except ModuleNotFoundError as error:  # of a framework that an integration or its example is for
-                if error.name not in ("accelerate", "transformers"):
+                if error.name not in ("accelerate", "lightning", "ray", "transformers"):
                     raise
             count += 1
 import zero_full

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -157,6 +157,7 @@ class ZeroOptimizer(OptimizerProxy):
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
         self.named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.calls = 0  # calls of `step`, which the ranks compare
+        self.next_clip: float | None = None  # largest gradient norm of the next step; None: the settings'
         self.warned_without_gradients = False
         self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
@@ -208,7 +209,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _note_awake(self) -> None:
         """Note which groups take part in steps: those with a trainable parameter, now or earlier."""
         self.awake = [group for group in self.trained if not group.asleep]
-        self.agreement = Agreement(self.groups, self.awake, self.settings.needs_norm)
+        self.agreement = Agreement(self.groups, self.awake, self._needs_norm)
 
     def _wake(self, group: TrainedGroup) -> None:
         """Add the pieces of a group that is trained from now on to the optimizer's state."""
@@ -330,14 +331,15 @@ class ZeroOptimizer(OptimizerProxy):
         except Exception as error:  # a user's step hook may raise any type
             return Found(), error
 
-    def _agree(self, collected: Collected) -> Agreed:
+    def _agree(self, collected: Collected, call: str = "step") -> Agreed:
         """Exchange norm, flags and planned actions with all ranks, and raise on every rank if they differ."""
         reducer, failure = self.reducer, collected.failure
         # Equal on all ranks in a correct program. The order of this list is the order in an error message.
         so_far: list[tuple[str, Any]] = [
-            ("call of step", self.calls),
+            (f"call of {call}", self.calls),
             ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
+            ("gradient clipping", self._clip),
             ("a backward pass before the step", reducer.had_pass),
             ("order of reductions", reducer.order_checksum),
             ("signals watched", self.signals.told),
@@ -387,7 +389,8 @@ class ZeroOptimizer(OptimizerProxy):
             check_all_used(self.groups, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
-        applies = finite or (not self.gradients.are_own and not self.settings.check_overflow)
+        checks_overflow = self.settings.check_overflow or self.next_clip is not None
+        applies = finite or (not self.gradients.are_own and not checks_overflow)
         if not finite:
             loss, everyone = self.accumulation.loss, self.groups.everyone
             self.report.tell(self.trained, loss, everyone, applies, self.scaler)
@@ -399,7 +402,7 @@ class ZeroOptimizer(OptimizerProxy):
         It becomes a skip if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
         """
-        factor = self.gradients.factor(decision.norm, self.settings.clip)
+        factor = self.gradients.factor(decision.norm, self._clip)
         used = decision.used
         if self.gradients.are_own:
             used = self.steppers.concerned(self.trained, used)
@@ -470,6 +473,9 @@ class ZeroOptimizer(OptimizerProxy):
         """Record a step that was applied or skipped, and update a dynamic loss scale."""
         self.unfinished.change()  # a skipped step, too, changes the loss scale and counters
         self.last = StepReport(decision.applies, decision.norm, scale)
+        if self.next_clip is not None:
+            self.next_clip = None
+            self.agreement.needs_norm = self._needs_norm
         self.gradients.end_step()
         if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
             self.report.learn(self.scaler, overflow=not decision.finite)
@@ -483,6 +489,43 @@ class ZeroOptimizer(OptimizerProxy):
         self.warned_without_gradients = True
 
     # What user code does between steps -----------------------------------------------------------
+
+    @property
+    def _clip(self) -> float:
+        """The largest gradient norm of the next step; 0: no clipping."""
+        return self.settings.clip if self.next_clip is None else self.next_clip
+
+    @property
+    def _needs_norm(self) -> bool:
+        """Whether the next step needs the gradient norm."""
+        return self.settings.needs_norm or self._clip > 0
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip the gradients of the next step to this norm, instead of the settings'. 0: do not clip.
+
+        For loops that choose the norm in each step. Every rank must call this with the same value.
+        """
+        if not 0 <= max_norm < inf:
+            raise ValueError(f"max_norm must be a finite norm, or 0 for no clipping, not {max_norm!r}")
+        self.next_clip = float(max_norm)
+        self.agreement.needs_norm = self._needs_norm
+
+    def grad_norm(self) -> float:
+        """Average the gradients now, and return their norm without the loss scale, before clipping.
+
+        This costs a collective that `last.grad_norm` after a step does not. Every rank must call this after
+        the last backward pass of a step. Without gradients the norm is 0.
+        """
+        self.unfinished.check("grad_norm")
+        if self.delayed is not None:
+            self.finish_update()
+        try:
+            self.agreement.needs_norm = True
+            collected = self._collect()
+            norm = None if collected is None else self._agree(collected, "grad_norm").norm
+        finally:
+            self.agreement.needs_norm = self._needs_norm
+        return 0.0 if norm is None else norm / self.gradients.scale
 
     def check_model_unchanged(self) -> None:
         """Raise if user code changed the model in a way that a step would ignore."""

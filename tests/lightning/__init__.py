@@ -1,0 +1,1 @@
+"""Lightning's Trainer and Fabric with zero_full's strategies."""

@@ -1,0 +1,1 @@
+"""Ray Train with zero_full's example."""

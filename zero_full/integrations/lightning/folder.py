@@ -1,0 +1,140 @@
+"""Lightning's checkpoints as folders that every rank writes its shards to.
+
+    FOLDER/latest, FOLDER/checkpoint/...     a checkpoint of zero_full, also for `python -m zero_full export`
+    FOLDER/optimizer_1/...                       with several optimizers, the parts of the others
+    FOLDER/model.safetensors, FOLDER/lightning   instead, if only weights are saved
+
+Lightning's own dictionary (loops, callbacks, LR schedulers, hyperparameters) is pickled, as in the files of
+Lightning, and stored beside the weights. Load only checkpoints that you trust.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from zero_full.checkpoint import export_checkpoint, open_checkpoint
+from zero_full.engine.engine import Engine
+from zero_full.errors import CheckpointError
+
+KEY = "lightning"  # of the client state, and a file's name
+STATES = ("state_dict", "optimizer_states")  # keys of Lightning's dictionary that engines save in their place
+
+
+def tag_of(number: int) -> str:
+    """Return the tag of the checkpoint of optimizer `number`'s engine."""
+    return "checkpoint" if number == 0 else f"optimizer_{number}"
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a checkpoint is one of these folders, and not a file of Lightning's."""
+    return Path(path).is_dir()
+
+
+def save(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
+    """Save the engines, and `others` of the first rank. Every rank must call this."""
+    state = {KEY: _pickled(others)}
+    for number, engine in reversed([*enumerate(engines)]):  # `latest` names the first one, when all are there
+        engine.save_checkpoint(
+            folder, tag_of(number), client_state=state if number == 0 else None, save_latest=number == 0
+        )
+
+
+def load(
+    engines: Sequence[Engine],
+    folder: str | Path,
+    *,
+    states: bool,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Load the engines, and return what was saved as `others`. Every rank must call this.
+
+    states        also load optimizer state and random number generators
+    strict        raise on missing or unexpected parameters
+    weights_only  None or False: unpickle any object of `others`; True: plain ones only
+    """
+    saved: dict[str, Any] = {}
+    if (Path(folder) / KEY).exists():
+        for engine in engines:
+            engine.load_weights(folder, strict=strict)
+        return _unpickled(
+            torch.frombuffer(bytearray((Path(folder) / KEY).read_bytes()), dtype=torch.uint8), weights_only
+        )
+    for number, engine in enumerate(engines):
+        _, client = engine.load_checkpoint(
+            folder,
+            tag_of(number),
+            load_module_strict=strict,
+            load_optimizer_states=states,
+            load_lr_scheduler_states=False,
+            load_module_only=not states,
+        )
+        if number == 0:
+            saved = client or {}
+    if KEY not in saved:
+        raise CheckpointError(
+            f"{folder} was not saved by a Lightning strategy of zero_full: no {KEY!r} state"
+        )
+    return _unpickled(saved[KEY], weights_only)
+
+
+def save_weights(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
+    """Save weights only, as safetensors, and `others` of the first rank. Every rank must call this."""
+    if len(engines) != 1:
+        raise NotImplementedError(
+            "saving weights only (save_weights_only=True) with several optimizers is not implemented. Save "
+            "whole checkpoints"
+        )
+    engines[0].save_weights(folder)
+    if engines[0].global_rank == 0:
+        (Path(folder) / KEY).write_bytes(_pickled(others).numpy().tobytes())
+
+
+def consolidate(folder: str | Path, file: str | Path) -> None:
+    """Write a checkpoint folder as one file of Lightning's, without optimizer state, in one process.
+
+    `LightningModule.load_from_checkpoint` and Trainers with other strategies can load it. The whole model
+    must fit into host memory.
+    """
+    if (Path(folder) / KEY).exists():
+        others = (Path(folder) / KEY).read_bytes()
+        state = load_file(Path(folder) / "model.safetensors")
+    else:
+        with TemporaryDirectory(dir=Path(file).parent) as exported:
+            state = {}
+            for path in sorted(Path(folder).glob("optimizer_*")):
+                state |= _exported(folder, Path(exported) / path.name, path.name)
+            state |= _exported(folder, Path(exported) / "first", tag_of(0))
+        source = open_checkpoint(Path(folder), tag_of(0))
+        others = source.shared["client_state"][KEY].numpy().tobytes()
+        source.close()
+    whole = torch.load(io.BytesIO(others), weights_only=False) | {"state_dict": state}
+    torch.save(whole, file)
+
+
+def _exported(folder: str | Path, out: Path, tag: str) -> dict[str, Tensor]:
+    made = export_checkpoint(folder, out, tag=tag)
+    return {
+        name: tensor
+        for path in made.files
+        if path.suffix == ".safetensors"
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _pickled(others: Mapping[str, Any]) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save({key: value for key, value in others.items() if key not in STATES}, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor, weights_only: bool | None) -> dict[str, Any]:
+    loaded = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=bool(weights_only))
+    assert isinstance(loaded, dict)
+    return loaded
