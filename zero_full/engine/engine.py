@@ -598,8 +598,8 @@ class Engine(DeepSpeedQueries):
         """Return numbers of this rank: loss, norms, rates, times, bytes held, sent and moved. See `Metrics`.
 
         Any rank may call this alone, at any time before `destroy`. The host waits for the device, to read the
-        loss. Rates and times are means of the steps since the last call. The first call begins to count
-        steps for them, and returns none.
+        loss. Rates and times are means of the steps since the last call. The first call begins to note losses
+        and to count steps, and returns neither, unless the configuration has log lines or monitors.
         """
         if self.optimizer.closed:
             raise RuntimeError(

@@ -61,7 +61,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Means:
-    """Means of a step over an lap; None: unknown."""
+    """Means of a step over a lap; None: unknown."""
 
     step_seconds: float | None = None
     samples_per_second: float | None = None
@@ -94,6 +94,8 @@ class Meter:
         with suppress(TypeError, ValueError):  # a compiled forward may have no signature
             self.first_input = next(iter(inspect.signature(module.forward).parameters), "")
         self._held: HeldBytes | None = None
+        self._loss: Tensor | None = None  # of the last step
+        optimizer.at_step.append(self._note_loss)
         optimizer.register_step_post_hook(self._note_rates)
 
     def begin(self) -> None:
@@ -115,6 +117,9 @@ class Meter:
         else:
             self.timed, self.samples = self.timed + 1, self.samples + samples
 
+    def _note_loss(self) -> None:
+        self._loss = self.optimizer.accumulation.step_loss()
+
     def _note_rates(self, *step: Any) -> None:
         if self.optimizer.last is not None:  # else the step found no gradients
             self.rates = rates_of(self.optimizer)
@@ -126,8 +131,7 @@ class Meter:
 
     def loss(self) -> float | None:
         """Return the last step's loss. The host waits for the device."""
-        loss = self.optimizer.accumulation.last_loss()
-        return None if loss is None else float(loss)
+        return None if self._loss is None else float(self._loss)
 
     def held(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""

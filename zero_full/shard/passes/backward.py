@@ -53,7 +53,6 @@ class Accumulation:
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
         self._plain_losses = 0  # of these, from a plain `loss.backward()`: not divided by the micro-batches
         self._lacks_loss = False  # a loss of this step is unknown
-        self._last: tuple[Tensor | None, int, bool] = None, 0, False  # these three, of the last step
 
     def is_boundary(self) -> bool:
         """Return whether the backward pass of the current micro-batch is the step's last."""
@@ -69,7 +68,6 @@ class Accumulation:
     def end_step(self) -> None:
         """Note that a step was taken."""
         self._was_denied = False
-        self._last = self.loss, self._plain_losses, self._lacks_loss
 
     def adds_up(self) -> bool:
         """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
@@ -103,10 +101,9 @@ class Accumulation:
             self._plain_losses += 1
             self.add_loss(loss)
 
-    def last_loss(self) -> Tensor | None:
-        """Return the last step's loss on this rank, the mean over its micro-batches; None if unknown."""
-        loss, plain_losses, lacks_loss = self._last
-        return None if lacks_loss or loss is None else loss / max(1, plain_losses)
+    def step_loss(self) -> Tensor | None:
+        """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
+        return None if self._lacks_loss or self.loss is None else self.loss / max(1, self._plain_losses)
 
     def forget_losses(self) -> None:
         """Forget the losses: a new step begins, or their gradients were discarded."""
