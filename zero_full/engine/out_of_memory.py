@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception. Python 3.10 prints none, so there it becomes part of the message."""
+    """Add a note to an exception. Python 3.10 has no notes, so there the text joins the message."""
     add: Callable[[str], None] | None = getattr(error, "add_note", None)
     if add is not None:
         add(note)

@@ -51,9 +51,7 @@ class ProfilerRanges:
             self.traffic.listener = self.inner
 
 
-def ranged(
-    phase: str, timed: Callable[[], AbstractContextManager[None]]
-) -> Callable[[], AbstractContextManager[None]]:
+def ranged(phase: str, timed: Timed) -> Timed:
     """Return a function whose context is a range, around one that `timed` makes."""
     return partial(_ranged, phase, timed)
 

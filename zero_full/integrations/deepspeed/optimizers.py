@@ -11,7 +11,7 @@ from zero_full.optim import FusedAdam
 
 
 class DeepSpeedCPUAdam:
-    """Constructs `zero_full.FusedAdam`, whose arguments have another order."""
+    """Constructs `zero_full.FusedAdam`, which takes the same arguments in another order."""
 
     def __new__(  # type: ignore[misc]  # noqa: D102
         cls,

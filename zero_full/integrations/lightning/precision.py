@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,7 @@ class Conversions:
     def convert_input(self, data: Any) -> Any:
         """Convert floating-point tensors to the dtype of the parameters."""
         dtype = DTYPES.get(self.precision)
-
-        def converted(value: Any) -> Any:
-            is_floating = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(dtype) if is_floating else value
-
-        return data if dtype is None else mapped(converted, data)
+        return data if dtype is None else mapped(partial(_converted, dtype), data)
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
@@ -98,7 +94,7 @@ class ZeroFabricPrecision(Conversions, FabricPrecision):
         """Convert floating-point tensors to the default dtype, as Lightning's mixed precision does."""
         if self.precision not in ("bf16-mixed", "16-mixed"):
             return data
-        return mapped(_in_default_dtype, data)
+        return mapped(partial(_converted, torch.get_default_dtype()), data)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -106,9 +102,10 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _in_default_dtype(value: Any) -> Any:
+def _converted(dtype: torch.dtype, value: Any) -> Any:
+    """Return a floating-point tensor in this dtype, and anything else as it is."""
     is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(torch.get_default_dtype()) if is_floating else value
+    return value.to(dtype) if is_floating else value
 
 
 def check_clipping(algorithm: str) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from zero_full.engine.engine import Engine
 from zero_full.integrations.lightning import folder
 from zero_full.integrations.lightning.configuration import engine_config, read_config, stage_of
 from zero_full.integrations.lightning.engines import make_engines, refuse_options, without_sync
-from zero_full.integrations.lightning.precision import ZeroPrecision, check_clipping, name_of
+from zero_full.integrations.lightning.precision import ZeroPrecision, check_clipping, name_of, unwrapped
 
 
 class ZeroStrategy(DDPStrategy):
@@ -292,8 +291,7 @@ class ZeroStrategy(DDPStrategy):
         self.release()
         self.setup_optimizers(trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            plain.load_state_dict(state)
+            unwrapped(optimizer).load_state_dict(state)
         self._shard(is_fit=True)
 
 
