@@ -3,13 +3,14 @@
 [Note: the first rank's values] Every rank replays its own recording, with the first rank's random number
 state. Usually that gives equal values on all ranks, so nothing is sent. A constructor may behave differently
 by rank: it may load weights on rank 0, or use NumPy's random numbers. Digests of all values show such
-differences. The first rank replays and broadcasts the tensors that differ. If another rank was the last to
-change one in GatheredParameters(modifier_rank), that rank broadcasts it.
+differences. (A value in a mapped file is described by its position there. It is read for a digest only if
+the ranks' descriptions differ.) The first rank replays and broadcasts the tensors that differ. If another
+rank was the last to change one in GatheredParameters(modifier_rank), that rank broadcasts it.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full.comm.topology import this_rank
+from zero_full.construct.mapped_files import MappedFiles
 from zero_full.construct.recorded_tensor import (
     UNRECORDED_ASSIGNMENT,
     Record,
@@ -99,10 +101,12 @@ class Deferred:
 
     def run_replay(self, assign: Assign) -> None:
         """Replay the recording, and call `assign` with every parameter and its values, one at a time."""
-        self.digests: dict[str, bytes] = {}
+        self.values = ValueReport()
+        are_compared, files = len(self.source_ranks.ranks) > 1, MappedFiles(only_unchanged=True)
 
         def deliver(name: str, real: Tensor) -> None:
-            self.digests[name] = digest(real) if len(self.source_ranks.ranks) > 1 else b""
+            if are_compared:
+                self.values.add(name, real, files.identity(real))
             self._assign(name, real, assign)
 
         # Other tensors of the model may differ between ranks, as without Init.
@@ -113,10 +117,14 @@ class Deferred:
 
     def broadcast_differences(self, assign: Assign) -> None:
         """Broadcast the tensors that differ between ranks. Every rank must call this."""
-        newest = {name: r.recorder.recording.newest_version(r.twin) for name, r in self.records.items()}
-        report = ValueReport(self.digests, {name: rank for name, rank in newest.items() if rank is not None})
-        for sender, names in self.source_ranks.senders(report).items():
-            self._receive(sender, names, assign)
+        for name, record in self.records.items():
+            newest = record.recorder.recording.newest_version(record.twin)
+            if newest is not None:
+                self.values.newest[name] = newest
+        if not self.source_ranks.agree(self.values):
+            self.values.read_files(self.real)
+            for sender, names in self.source_ranks.senders(self.values).items():
+                self._receive(sender, names, assign)
         for recorder in self.recorders:
             recorder.mark_replayed()
 
@@ -186,12 +194,22 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
 # The rank that broadcasts a tensor ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class ValueReport:
     """One rank's report of its initial values: a digest of each, and newer values on other ranks."""
 
-    digests: dict[str, bytes]
-    newest: dict[str, NewestVersion]
+    digests: dict[str, str | bytes] = field(default_factory=dict)  # str: the position in a mapped file
+    newest: dict[str, NewestVersion] = field(default_factory=dict)
+
+    def add(self, name: str, real: Tensor, position: str | None) -> None:
+        """Add a tensor by its position in a mapped file, if it has one, or by its digest."""
+        self.digests[name] = digest(real) if position is None else position
+
+    def read_files(self, real: Mapping[str, Tensor]) -> None:
+        """Replace positions in mapped files by digests. Copies of a file may be equal."""
+        self.digests |= {
+            name: digest(real[name]) for name, each in self.digests.items() if isinstance(each, str)
+        }
 
 
 class SourceRanks:
@@ -202,10 +220,14 @@ class SourceRanks:
         self.here = pair.across.rank * pair.shard.size + pair.shard.rank
         self.ranks: list[int] = pair.gather_objects(this_rank(), "ranks")
 
+    def agree(self, mine: ValueReport) -> bool:
+        """Return whether all ranks' reports are equal and without newer values. Equal on all ranks."""
+        short = (hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.newest))
+        return set(self.pair.gather_objects(short, "values")) == {(short[0], False)}
+
     def senders(self, mine: ValueReport) -> dict[int, list[str]]:
         """Return the names of the tensors that each rank must send, by its index. Equal on all ranks."""
-        short = (hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.newest))
-        if set(self.pair.gather_objects(short, "values")) == {(short[0], False)}:
+        if self.agree(mine):
             return {}
         reports: list[ValueReport] = self.pair.gather_objects(mine, "values")
         senders: dict[int, list[str]] = {}

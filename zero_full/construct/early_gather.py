@@ -1,8 +1,9 @@
 """`GatheredParameters` before `initialize`: give recorded tensors values while the context lasts.
 
 Replay computes the values. A change by the modifier rank is recorded as one more operation, a copy from the
-changed tensor, so only that rank keeps it in memory. The other ranks note that their values are outdated
-(`NewestVersion`), and receive the new ones at the next context.
+changed tensor, so only that rank keeps it in memory. (If the tensor was copied from a mapped file, the
+recorded copy is from there, and no rank keeps it in memory.) The other ranks note that their values are
+outdated (`NewestVersion`), and receive the new ones at the next context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
+from zero_full.construct.mapped_files import MappedFiles
 from zero_full.construct.recorded_tensor import Record, Recorded, RecorderProtocol, dematerialize, materialize
 from zero_full.construct.recording import NewestVersion
 from zero_full.errors import DisagreementError
@@ -43,6 +46,8 @@ def gathered(
             record.rank = rank if record.rank is None else record.rank
             stack.callback(_take_values, tensor, record)
         before = {tensor: _fingerprint(tensor) for tensor in records}
+        if rank == this_rank():
+            stack.enter_context(_CopiesFromFiles(records))
         yield
         _check_changes(records, before, rank)
 
@@ -123,6 +128,20 @@ def _fingerprint(tensor: Tensor) -> Any:
     return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 
+class _CopiesFromFiles(TorchFunctionMode):
+    """Note the mapped tensors from which parameters are copied, as `load_state_dict` does."""
+
+    def __init__(self, records: dict[Tensor, Record]) -> None:
+        super().__init__()
+        self.records = records
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.copy_ and len(args) > 1 and args[0] in self.records and args[1] in MappedFiles():
+            self.records[args[0]].source = args[1].detach()
+        return result
+
+
 def _check_changes(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int | None) -> None:
     changed = []
     for tensor, record in records.items():
@@ -139,10 +158,15 @@ def _check_changes(records: dict[Tensor, Record], before: dict[Tensor, Any], ran
         )
 
 
+def _are_equal(source: Tensor, real: Tensor) -> bool:
+    return source.dtype == real.dtype and source.shape == real.shape and checksum(source) == checksum(real)
+
+
 def _take_values(tensor: Tensor, record: Record) -> None:
     record.contexts -= 1
     if record.contexts:
         return
+    source, record.source = record.source, None
     del opened[tensor]
     real, is_accepted = tensor.detach(), record.accepted is not None
     has_changed = record.accepted != record.at_start or record.was_received
@@ -155,7 +179,7 @@ def _take_values(tensor: Tensor, record: Record) -> None:
         if is_another:
             tensor.data = tensor.new_empty(real.shape, dtype=real.dtype).copy_(real)
         elif is_mine:
-            tensor.copy_(real)
+            tensor.copy_(source if source is not None and _are_equal(source, real) else real)
     if is_accepted and record.rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
         recording = record.recorder.recording
         recording.newest[recording.value_of(record.twin)] = NewestVersion(record.rank)

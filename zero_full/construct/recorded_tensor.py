@@ -96,6 +96,7 @@ class Record:
     at_start: Any = None  # fingerprint at the start
     was_received = False  # received from the rank that has changed it last
     accepted: Any = None  # fingerprint at the end of a context with a modifier rank
+    source: Tensor | None = None  # tensor in a mapped file that was copied to this one
 
     def __init__(self, recorder: RecorderProtocol, twin: Tensor) -> None:
         self.recorder, self.twin = recorder, twin
