@@ -95,6 +95,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.checkpoint | tee build/bench/checkpoint.md
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
+	$(BIN)/python -m tests.bench.units | tee build/bench/units.md
 	$(BIN)/python -m tests.bench.facade | tee build/bench/facade.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md

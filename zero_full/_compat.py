@@ -275,7 +275,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def device_of(group: Any) -> torch.device:
-    """Return a device whose tensors this group can send: the CPU if possible."""
+    """Return the device of tensors that this group's backend can send: the CPU if possible."""
     kinds = {torch.device(kind) for kind in group._device_types}
     cpu = torch.device("cpu")
     return cpu if cpu in kinds or not kinds else kinds.pop()

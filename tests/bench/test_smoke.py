@@ -91,6 +91,7 @@ SMOKE = {
     "optimizers": [Smoke("--seeds 0 --rows Adam", few_steps)],
     "scales": [Smoke("--seeds 0 --rows 1-bit-Adam", few_steps)],
     "step_time": [Smoke(f"--sizes 50k --dtypes fp32 --rows loop DDP zero_full-1 {ONE_STEP} --bucket 20000")],
+    "units": [Smoke(patch=constants(UNITS=2, ROUNDS=1, PASSES=1))],
 }
 BY_RANKS = {"hang"}  # torchrun starts its ranks
 RUNS = [

@@ -57,7 +57,7 @@ class Chunks:
 
     @cached_property
     def numbers(self) -> int:
-        """How many fp32 numbers a message has."""
+        """The number of fp32 numbers in a message."""
         return 1 + max(map(len, self.cuts))
 
     @property

@@ -287,7 +287,7 @@ def _nan_if_not_finite(numbers: Tensor) -> Tensor:
 def _sent_elements(
     numel: int, ranges: Sequence[Range], mask: Tensor | None
 ) -> tuple[list[int], Tensor | None]:
-    """How many elements of each tensor are sent, and the mask of them; None if these are the first ones."""
+    """Return the number of elements of each tensor to send, and their mask (None: the first ones)."""
     ends = [0, *(stop for _, stop in ranges)]
     if not all(before <= start <= stop <= numel for before, (start, stop) in zip(ends, ranges, strict=False)):
         raise ValueError(

@@ -30,7 +30,7 @@ CACHED = 2**17  # elements per sum, so that they are still in the cache when the
 
 @dataclass(frozen=True)
 class Splits:
-    """How many elements this rank sends to each rank and receives from each."""
+    """The numbers of elements that this rank sends to each rank and receives from each."""
 
     sent: Sequence[int]
     received: Sequence[int]

@@ -209,7 +209,7 @@ def ineffective_keys(config: Config) -> Iterator[Rule]:
 
 
 def assumed_defaults(config: Config) -> Iterator[Rule]:
-    """Yield keys whose defaults differ between versions of DeepSpeed. The caller drops keys that are set."""
+    """Yield a remark for each key whose default DeepSpeed has changed. Callers skip keys that are set."""
     yield Rule(
         "gradient_clipping",
         f"by default gradients are clipped to a norm of {config.gradient_clipping}, as in DeepSpeed since "

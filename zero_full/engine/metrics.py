@@ -49,7 +49,7 @@ class Metrics(TypedDict):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a meter has counted up to a moment."""
+    """The counts of a meter up to a moment."""
 
     now: float  # seconds on the meter's clock
     steps: int

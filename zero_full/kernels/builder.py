@@ -231,7 +231,7 @@ def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path
 
 
 def includes(tools: Toolchain) -> list[str]:
-    """The compiler's options for headers. torch's are system headers, whose warnings are not shown."""
+    """Return the compiler's options to find headers. Warnings about torch's own headers are hidden."""
     return ["-isystem", str(tools.torch / "include"), f"-I{sources()}"]
 
 

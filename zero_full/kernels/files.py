@@ -186,7 +186,7 @@ class CompiledThreads:
         return Failure(found.error, found.at)
 
     def forget(self, started: int) -> None:
-        """Free the records of a transfer, whose number is not used again."""
+        """Free the pool's memory for a transfer that has ended. Its number becomes invalid."""
         self._functions.zf_io_forget(self._pool, started)
 
 
@@ -501,7 +501,7 @@ def aligned_empty(numel: int, dtype: torch.dtype, pin: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class Description:
-    """How files of a directory are read and written."""
+    """The way in which files of a directory are read and written, for logs."""
 
     compiled: bool
     direct: bool

@@ -293,7 +293,7 @@ class OpenNvmeTier(FileStorage, Tier):
                 block.put(tensors_of(owned), window, copy=block.begin is None)
 
     def _write_back(self, turn: LoadedPart, tensors_of: TensorsOf) -> None:
-        """Begin to write a part, whose tensors become windows into the file."""
+        """Begin to write a part's state to the file. Its tensors lie in the buffer that is written."""
         for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
             tensors = tensors_of(owned)
             if not block.is_of(tensors):  # the step has made new tensors

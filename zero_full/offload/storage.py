@@ -1,4 +1,4 @@
-"""What offload tiers and parameter stores share: the disk that they use, and errors of reads and writes."""
+"""The common part of offload tiers and parameter stores: their disk, and errors of reads and writes."""
 
 import logging
 

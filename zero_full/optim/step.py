@@ -245,7 +245,7 @@ class Stepper:
         """Continue from a saved `state_dict`."""
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """The kinds of steps of a run, in order: a function for each that puts the rule there. For plans."""
+        """Return each kind of step of a run, with a function that puts the rule there. For plans."""
         return {}
 
     def with_these_options(self) -> "Stepper":

@@ -47,7 +47,7 @@ from torch import Tensor
 from zero_full._compat import foreach_zero, identity_of, without_overrides
 from zero_full.offload.host_device_copies import Flow, HostGradientSlice
 from zero_full.settings import Settings
-from zero_full.shard.group.parameters import FlatParameters, Member, placeholder_scalar
+from zero_full.shard.group.parameters import FlatParameters, Member, contiguous_strides, placeholder_scalar
 from zero_full.shard.group.process_groups import Reduce
 from zero_full.shard.group.released import CONVERSIONS, WITHOUT_VALUES, call_plain
 
@@ -84,6 +84,7 @@ class FlatGradients:
         self.members, self.layout = parameters.members, parameters.layout
         self.device = parameters.kind.device
         self.windows = self.layout.windows
+        self.strides = list(map(contiguous_strides, parameters.shapes))
         self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
         host = (
@@ -145,7 +146,8 @@ class FlatGradients:
         elif local is not None and not is_new and local.dtype != self.accumulate:
             local = self.local_grads = local.to(self.accumulate)  # expected to be final, but more arrived
         assert local is not None
-        window = local[self.windows[member.index]].view(grad.shape)
+        start = local.storage_offset() + self.layout.starts[member.index]
+        window = local.as_strided(grad.shape, self.strides[member.index], start)
         if is_new:
             window.copy_(grad)
             self.arrived.add(member)
@@ -457,15 +459,19 @@ class ShownGradients:
     def __init__(self, zero: Callable[[Member], None]) -> None:
         self.zero_gradient_of = zero
         self.shown: dict[Member, Tensor] = {}
+        self.blank: dict[Member, Tensor] = {}  # tensors of NaN in the shapes of the parameters
 
     def show(self, members: Iterable[Member]) -> None:
         """Put placeholders into `grad` of these parameters, because their gradients are in a buffer."""
         with without_overrides():  # a released parameter has a `__torch_function__`
             for member in members:
-                # A new one each time: one that user code has kept belongs to an earlier gradient.
                 param = member.param
-                made = placeholder_scalar(param.dtype, param.device).expand(param.shape)
-                made = made.as_subclass(GradPlaceholder)
+                blank = self.blank.get(member)
+                if blank is None or blank.dtype != param.dtype or blank.device != param.device:
+                    scalar = placeholder_scalar(param.dtype, param.device)
+                    blank = self.blank[member] = scalar.expand(param.shape)
+                # A new one each time: one that user code has kept belongs to an earlier gradient.
+                made = blank.as_subclass(GradPlaceholder)
                 made.parameter, made.member, made.owner = member.name, member, weakref.ref(self)
                 param.grad = self.shown[member] = made
 

@@ -82,6 +82,11 @@ for _dtype in NAMES.values():  # made now, so that they do not show as memory of
     placeholder_scalar(_dtype, torch.device("cpu"))
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """View one-byte elements as uint8, because gloo supports neither bool nor float8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
@@ -354,24 +359,29 @@ class FlatParameters:
 
         If the buffer is not sharded it has the parameter's own shape.
         """
-        place = self._place_of.get(member.index)
-        if place is None:
+        form = self._form_of.get(member.index)
+        if form is None:
             return None
-        piece, shape = flat[place], self.shapes[member.index]
-        return piece.view(shape) if self.layout.world == 1 or not shape else piece
+        shape, stride, start = form  # one `as_strided` takes a third of the time of a slice and a view
+        return flat.as_strided(shape, stride, flat.storage_offset() + start)
 
     @cached_property
-    def _place_of(self) -> dict[int, slice]:
-        """The range of each parameter's piece in this rank's slice, by index."""
-        start = self.layout.slice_of(self.ranks.rank).start
-        return {
-            index: slice(fragment.flat_range[0] - start, fragment.flat_range[1] - start)
-            for index, fragment in self.fragments.items()
-        }
+    def _form_of(self) -> dict[int, tuple[Sequence[int], Sequence[int], int]]:
+        """Shape, strides and start of each parameter's piece in this rank's slice, by index."""
+        forms: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
+        for index, fragment in self.fragments.items():
+            low, high = fragment.flat_range
+            has_shape = self.layout.world == 1 or not self.shapes[index]
+            shape = self.shapes[index] if has_shape else (high - low,)
+            start = low - self.layout.slice_of(self.ranks.rank).start
+            forms[index] = shape, contiguous_strides(shape), start
+        return forms
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's window in a flat tensor of this rank's slice."""
-        return flat[self._place_of[fragment.index]]
+        start = self.layout.slice_of(self.ranks.rank).start
+        low, high = fragment.flat_range
+        return flat[low - start : high - start]
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Set a parameter's values, of which this rank keeps its part. Every rank must do the same."""
