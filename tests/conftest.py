@@ -7,6 +7,7 @@ to name the file, and `python -m lessons check N` does it all.
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ if "zero_min" not in sys.modules:  # `judge` has done it already
 import pytest
 import torch
 
+from tests import rotation
 from tests.pairwise import pairwise
 from tests.trainers import STAGES_OF, Subject
 from zero_min import STAGES
@@ -40,12 +42,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what `-m` leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what this run leaves out. A learner's `check` has a selection of its own: `thorough`."""
+    if config.getoption("--impl") != "mine":
+        leave_pairs(items)
+        take_turns(items)
+
+
+def take_turns(items: list[pytest.Item]) -> None:
+    """Mark two thirds of the cases of a `@pytest.mark.rotates` test as slow; others for each commit."""
+    numbers = Counter[str]()
+    for item in items:
+        if item.get_closest_marker("rotates") and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            if (numbers[test] + rotation.seed()) % rotation.TURNS:
+                item.add_marker(pytest.mark.slow)
+            numbers[test] += 1
+
+
+def leave_pairs(items: list[pytest.Item]) -> None:
     """Mark rows of `@pytest.mark.pairwise` tests as slow that add no pair of values to the other rows.
 
-    A row that `skips` meets no pair. A learner's `check` has a selection of its own: `thorough`.
+    A row that `skips` meets no pair.
     """
-    if config.getoption("--impl") == "mine":
-        return
     tables: dict[str, dict[tuple[Any, ...], pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("pairwise")
@@ -70,8 +88,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """The seed is what a failure is repeated with."""
-    if "tests.rotation" in sys.modules and config.getoption("--impl") != "mine":
-        terminalreporter.write_line(sys.modules["tests.rotation"].in_words())
+    if config.getoption("--impl") != "mine":
+        terminalreporter.write_line(rotation.in_words())
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import pytest
 Value = TypeVar("Value")
 VARIABLE = "ZERO_FULL_TEST_SEED"
 ROOT = Path(__file__).parents[1]
+TURNS = 3  # a run takes one of so many parts of the cases of a `rotates` test
 
 
 @cache

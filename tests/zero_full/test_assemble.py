@@ -77,6 +77,7 @@ def from_a_file(comm: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("way", ["beside", "host"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_plain_loop_is_the_engines(world: int, way: str) -> None:

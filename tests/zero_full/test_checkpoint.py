@@ -53,6 +53,7 @@ def check_chain(layouts: list[Layout], folder: Path) -> None:
     assert [each for _, each in again] == [losses, *[each for _, each in others]], "losses after a resume"
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_saved_is_loaded_bit_for_bit_elsewhere_and_back(seed: int, tmp_path: Path) -> None:
     check_chain(chain(4, seed), tmp_path)

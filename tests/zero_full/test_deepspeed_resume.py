@@ -32,6 +32,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("world", "cases"), PLACES)
 def test_a_run_goes_on(world: int, cases: list[tuple[str, str, int]], tmp_path: Path) -> None:
     for name, _, _ in cases:

@@ -148,6 +148,7 @@ def fail(gradient: Tensor) -> None:
     raise NoLuckError
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("how", ["quietly", "for an error", "after a failure"])
 def test_an_update_that_is_under_way_counts_in_the_middle_of_a_step_or_its_loss_is_said(

@@ -139,6 +139,7 @@ def refereed(world: int, stage: int, name: str, after: int) -> tuple[list[Tensor
     return [*(p.detach() for p in referee.params), *referee.masters, *moments], behind
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("world", "stage"),
     [

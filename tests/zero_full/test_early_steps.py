@@ -102,6 +102,7 @@ def both(comm: Any, stage: int, seed: int) -> list[tuple[str, bool, int, int]]:
 CASES = [(1, 1), (1, 2), (2, 2), (3, 3), (3, 1)]  # world, stage
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("world", "stage", "seed"),
     [

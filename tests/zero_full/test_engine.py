@@ -144,6 +144,7 @@ def test_an_optimizer_may_be_an_instance_a_class_a_function_or_a_section(given: 
 OPTIMIZERS = ["SGD", "Adagrad", "RMSprop", "NAdam", "Lion", "Adam", "Adamax", "Rprop"]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_elementwise_optimizer_runs_on_slices(name: str, stage: int) -> None:

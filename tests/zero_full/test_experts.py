@@ -117,6 +117,7 @@ def keys_of(stage: int, **keys: Any) -> dict[str, Any]:
     return config(stage, gradient_clipping=CLIP, **keys)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("experts", "overlap"), [(1, False), (2, False), (2, True), (4, False)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_norm_clipping_and_parameters_are_those_of_one_process(
@@ -142,6 +143,7 @@ def test_all_ranks_have_the_same_bits_of_the_norm_and_of_what_they_share(stage: 
     assert not torch.equal(got[0]["parameters"]["expert"], got[1]["parameters"]["expert"])
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("bad", [(3, "expert"), (0, "expert"), (2, "dense")], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_overflow_in_one_expert_skips_the_step_everywhere(stage: int, bad: tuple[int, str]) -> None:

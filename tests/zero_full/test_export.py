@@ -43,6 +43,7 @@ def as_plain_torch_reads(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 # What is in the files ----------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("stage", "world_size"), PLACES)
 def test_plain_torch_reads_the_same_bits(tmp_path: Path, stage: int, world_size: int, dtype: str) -> None:

@@ -74,6 +74,7 @@ def by_us(
     return engine.module_state_dict()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_freezing_and_unfreezing_is_torchs(schedule: str, stage: int) -> None:

@@ -19,6 +19,7 @@ hundred_steps = cache(golden.run)
 REPEATED = [name for name in golden.CONFIGS if "fp16" in name or "overlap" in name]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", golden.CONFIGS)
 def test_a_hundred_steps_are_those_written_down(name: str) -> None:
     now = hundred_steps(name)
@@ -31,6 +32,7 @@ def test_a_hundred_steps_are_those_written_down(name: str) -> None:
     assert sum(now[-10:]) < sum(now[:10]) - 5, "nothing was learned"
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "name",
     [name if name in REPEATED else pytest.param(name, marks=pytest.mark.slow) for name in golden.CONFIGS],

@@ -140,6 +140,7 @@ def constructed_by_rank(comm: Any, stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 3), (3, 1), (3, 2), (3, 4)])
 def test_the_first_ranks_values_are_everywhere(stage: int, world: int) -> None:
     assert POOL.run(constructed_by_rank, world, stage, limit=100) == [[]] * world
@@ -173,6 +174,7 @@ def in_sixteen_bits(comm: Any, stage: int, section: str) -> list[str]:
 SIXTEEN = {"enabled": True}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage, world", [(1, 2), (3, 3)])
 def test_the_first_ranks_values_are_everywhere_in_sixteen_bits(stage: int, world: int, section: str) -> None:
@@ -289,6 +291,7 @@ def changed_by(comm: Any, stage: int, by: int) -> list[str]:
     return unlike(expected, values_of(model.float(), stage))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "stage, world, by", [(0, 2, 1), (1, 3, 2), (2, 4, 3), (3, 2, 0), (3, 2, 1), (3, 3, 1)]
 )

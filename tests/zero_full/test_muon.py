@@ -108,6 +108,7 @@ MATRICES = [name for name in SHAPES if name not in (*BY_ADAM, "unused", "frozen"
 WIRE = 2  # bytes of a bf16 number
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bytes_are_those_of_pieces_that_are_not_their_owners_there_and_back(world: int) -> None:
     runs = [Run(0), Run(1), Run(2, "bf16"), Run(3, zero={"overlap_comm": False})]

@@ -49,6 +49,7 @@ def hooked(
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_nan_in_one_gradient_names_the_parameter_and_the_rank(world_size: int, stage: int) -> None:

@@ -130,6 +130,7 @@ def end(
     return values, right
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("act", [kept_rows, counters, options, for_a_moment])
 def test_what_is_done_by_hand_counts_wherever_state_is(
     act: Callable[[Any, int], Tensor], tmp_path_factory: pytest.TempPathFactory

@@ -178,6 +178,7 @@ def habits(comm: Any, stage: int, precision: str, seed: int) -> list[str]:
     return [key for key in beside if not same(beside[key], away[key])]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
 def test_habits_change_no_bit(world: int, stage: int) -> None:
     cases = [(stage, precision, seed) for precision in SOME for seed in range(4)]
@@ -238,6 +239,7 @@ def held_by_ranks(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     return {kind: found[kind] for kind in HELD}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
 def test_memory_of_device_and_host_is_what_is_planned_for_an_accelerator(
     world: int, stage: int, tmp_path: Path

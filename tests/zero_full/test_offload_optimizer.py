@@ -111,6 +111,7 @@ def all_three(comm: Any, stage: int, copies: bool) -> list[tuple[str, list[dict[
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("world", "stage", "copies"),
     [

@@ -141,6 +141,7 @@ def everywhere(comm: Any, precision: str, states: tuple[str, ...], folder: str) 
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("world", "precision", "states"),
     [

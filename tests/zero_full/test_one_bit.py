@@ -151,6 +151,7 @@ def with_plain(comm: Any, run: Run, is_ours: bool) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters", "fp16"])
 def test_while_the_variance_is_learned_they_are_adam_and_lamb_bit_for_bit(precision: str) -> None:
     runs = [Run(kind, precision, micro_batches=2, clip=0.5) for kind in ("OneBitAdam", LAMB)]

@@ -109,6 +109,7 @@ def loaded(comm: Any, kind: str, folder: str, drops: str) -> tuple[str, dict[str
     return said, now | variances, after
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("kind", "at"), [("OneBitAdam", 6), ("OneBitLamb", 6), ("ZeroOneAdam", 5), ("ZeroOneAdam", 11)]
 )

@@ -74,6 +74,7 @@ def alone(comm: Any, stage: int, what: str, shared_memory: str) -> tuple[list[st
     return errors, is_equal
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("shared_memory", ["on", "off"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_is_an_error_on_all_and_they_go_on(world_size: int, shared_memory: str) -> None:

@@ -90,6 +90,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all_and_touches_nothing(
     assert ranks[0].scales == trace.get(precision, dynamic)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_with_skipped_steps_ends_where_one_without_them_ends(stage: int, precision: str) -> None:
@@ -168,6 +169,7 @@ def test_sums_in_fp32_that_overflow_are_made_once_more_exactly() -> None:
             assert small[:2] == (True, 0.5)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_norm_is_torchs_of_the_averaged_gradients_unscaled_and_before_clipping(

@@ -85,6 +85,7 @@ def peak(comm: Any, given: dict[str, Any]) -> int:
         return int(comm.ledger.peak)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("stage", "reuse"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 10**9)])
 @pytest.mark.parametrize("keys", [{}, BF16, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}], ids=str)
 def test_the_peak_is_what_a_step_needs(stage: int, keys: dict[str, Any], reuse: int) -> None:
@@ -129,6 +130,7 @@ def passing(comm: Any, models: Sequence[nn.Module], given: dict[str, Any]) -> li
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_passes_within_a_step_is_what_a_rank_sees(stage: int) -> None:
     zero = {"reduce_bucket_size": 60_000, "stage3_max_reuse_distance": 30_000, "overlap_comm": False}

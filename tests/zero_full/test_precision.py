@@ -82,6 +82,7 @@ KINDS: dict[str, tuple[str, list[float], dict[str, Any]]] = {  # precision, scal
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sixteen_bit_training_is_what_one_would_write_by_hand(world_size: int, kind: str) -> None:
@@ -136,6 +137,7 @@ def a_large_gradient_and_many_small_ones(comm: Any, keys: dict[str, Any]) -> lis
     return norms
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_micro_batches_add_up_in_fp32_so_that_small_gradients_count(

@@ -79,6 +79,7 @@ def gathers(world: int) -> list[list[tuple[Tensor, int, int]]]:
     return POOL.run(gathered, world, ON_NODES if world == 4 else CASES)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_get_the_same_bits_also_of_their_own_slice_for_the_bytes_of_a_payload(world: int) -> None:
     for results in gathers(world):

@@ -103,6 +103,7 @@ def test_966_all_stages_and_a_single_process_get_the_same_model(world_size: int)
         assert_close(outcome[0].parameters, reference(world_size, steps=8, micro_batches=3))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "stage, precision", [(0, "bf16"), (1, "bf16"), (1, "fp16"), (2, "bf16"), (2, "fp32")]
 )
@@ -190,6 +191,7 @@ def both_losses_by_hand(world_size: int, way: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("way", ["engine", "plain", "retained", "no_sync"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_7981_gradients_of_several_backward_passes_before_a_step_add_up(world_size: int, way: str) -> None:
@@ -347,6 +349,7 @@ def hollow(comm: Any, stage: int, keys: dict[str, Any]) -> tuple[dict[str, Tenso
     return after, [name for name, p in after.items() if not torch.equal(p, before[f"parameter {name}"])]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_8280_parameters_without_elements_are_no_trouble(world_size: int, stage: int) -> None:

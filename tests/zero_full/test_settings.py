@@ -27,6 +27,7 @@ ROUNDED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keys", BIT_EQUAL, ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_how_gradients_travel_changes_no_bit(stage: int, keys: dict[str, Any]) -> None:
@@ -36,6 +37,7 @@ def test_how_gradients_travel_changes_no_bit(stage: int, keys: dict[str, Any]) -
         assert_same(other[rank].parameters, usual[0].parameters)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keys", ROUNDED, ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_where_the_average_divides_changes_only_rounding(stage: int, keys: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ class InnerRecomputed(Block):
         return self.down(torch.tanh(self.up(x)))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", ["each", "pairs", "all", "sequential"])
 def test_units_inside_checkpoints(how: str, reentrant: bool) -> None:
@@ -202,6 +203,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("play", LOOPS.values(), ids=LOOPS.keys())
 def test_whatever_a_loop_does(play: Any) -> None:
     assert_stage_3_is_stage_2(Tower, play, units=8)

@@ -318,6 +318,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_whatever_modules_take_and_give(make: Callable[[], nn.Module]) -> None:
     assert_stage_3_is_stage_2(make)

@@ -91,6 +91,7 @@ def peaks(
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_unit_is_gathered_at_a_time_and_those_ahead_until_enough_are(
@@ -257,6 +258,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("zero", CUTS.values(), ids=CUTS.keys())
 def test_how_parameters_are_cut_changes_nothing(zero: dict[str, Any]) -> None:
     ways = ["released, overlapping", "kept"]

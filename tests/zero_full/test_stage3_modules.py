@@ -53,6 +53,7 @@ def compiled(
     return losses, parameters
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 def test_blocks_that_are_compiled_before_or_after_initialize(before: bool, in_place: bool) -> None:

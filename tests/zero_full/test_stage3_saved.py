@@ -117,6 +117,7 @@ def test_the_step_after_one_without_memory_for_a_unit() -> None:
     assert_stage_3_is_stage_2(Tower, lacks_memory_once, ways=["released", "kept"], units=8)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("where", ["forward", "unit", "backward", "plain backward"])
 def test_the_step_after_one_that_has_failed(where: str) -> None:
     assert_stage_3_is_stage_2(Fails, partial(fails_once, where=where), units=8)
@@ -188,6 +189,7 @@ def continued(
     return whole.module_state_dict(), later.module_state_dict()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
 @pytest.mark.parametrize("make", [LoRA, GPT])
 def test_a_saved_run_continues_bit_for_bit(make: Callable[[], nn.Module], keys: dict[str, Any]) -> None:
@@ -234,6 +236,7 @@ def round_trip(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -
         zero_full.safe_get_full_fp32_param(param)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("zero", [{}, {"stage3_param_persistence_threshold": 300}], ids=str)
 @pytest.mark.parametrize("make", [GPT, LoRA, Normalized])
 def test_a_whole_state_dict_goes_round(make: Callable[[], nn.Module], zero: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ def differing(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return [*names, *(got.keys() ^ want.keys())]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_layout_has_the_bits_of_whole_parameters(world: int) -> None:
     """Any number of ranks, stage, size of buckets and place of the state."""

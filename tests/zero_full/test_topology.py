@@ -95,6 +95,7 @@ def test_a_mesh_of_replicate_and_shard_is_replicated_sharding(stage: int) -> Non
 # MiCS --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_mics_equals_plain_adam_and_full_sharding_at_any_size(stage: int, size: int) -> None:

@@ -132,6 +132,7 @@ def tables(world: int) -> list[dict[tuple[str, Case], Results]]:
     return POOL.run(table, world)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("way", ["exchange", "shared memory", "native"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_results_are_torch_distributeds(world: int, way: str) -> None:

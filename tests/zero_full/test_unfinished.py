@@ -246,6 +246,7 @@ class Run:
         return "" if raised or number > self.lines else told + "nothing was raised"
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_of_a_step_is_never_half_a_step(kind: str) -> None:
     for stage in (0, 1, 2, 3):

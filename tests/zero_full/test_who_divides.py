@@ -58,6 +58,7 @@ def accumulated(comm: Any, stage: int, way: str, managed: bool, ramped: bool = F
     return engine.module_state_dict()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_loss_is_divided_once_whoever_does_it(stage: int, managed: bool) -> None:

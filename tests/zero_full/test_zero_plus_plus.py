@@ -84,6 +84,7 @@ def test_plain_stage_3_sends_four_times_that_between_nodes() -> None:
     assert plus_plus / zero == 0.25
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "zero", [{}, *({key: value} for key, value in PLUS_PLUS.items()), PLUS_PLUS], ids=str
 )

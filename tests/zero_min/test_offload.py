@@ -46,6 +46,7 @@ def walk(comm: Comm, case: Case, stage_class: type, extra: dict[str, Any]) -> li
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("N", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("where", ["host", "disk", "disk in chunks of 7"])

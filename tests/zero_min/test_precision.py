@@ -150,6 +150,7 @@ def test_all_stages_walk_the_same_way_in_16_bits(stage: int, dtype: torch.dtype)
             assert torch.equal(p, q)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("N", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("dtype", "accumulate", "each"),

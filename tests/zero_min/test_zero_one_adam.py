@@ -81,6 +81,7 @@ def mean_of(comm: Comm, sizes: list[int], rounds: int, l1: bool) -> dict[str, An
     }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("place", ["threads", "processes"])
 @pytest.mark.parametrize("N", [1, 2, 3, 4])
 @pytest.mark.parametrize("sizes", [[1], [30, 0, 7], [64]], ids=str)
@@ -340,6 +341,7 @@ def resumed(comm: Comm, at: int, optimizer_class: type, options: dict[str, Any])
     return all(same) and fresh.rounds == straight.rounds if optimizer_class is ZeroOneAdam else all(same)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("at", [1, 3, 8, 9, 10, 15, 30, 31, 33])
 def test_resuming_in_any_phase_continues_bit_for_bit(at: int) -> None:
     assert all(run_world(resumed, 3, at, ZeroOneAdam, {**FAST, "weight_decay": 0.1}))
