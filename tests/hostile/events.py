@@ -2,7 +2,9 @@
 
 import copy
 import io
+import sys
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.hostile.event import EVENTS, Event, always, at_stage_3, event, weight_of
+from zero_full.integrations.deepspeed import install
 
 WEIGHT = "layers.2.weight"
 MOVED = r"layers\.\d\.\w+ was assigned a tensor while it was sharded|layers\.\d\.\w+ is sharded"
@@ -196,6 +199,34 @@ def forward_without_hooks(player: Any) -> None:
 @event("forward without backward", "before")
 def unused_forward(player: Any) -> None:
     player.call(torch.ones(5, 16, dtype=weight_of(player).dtype))
+
+
+@event("engine.metrics() in a forward", "call")
+def measured(player: Any, x: Tensor) -> Tensor:
+    if player.stage is None:
+        return player.call(x)
+    hook = player.module.layers[2].register_forward_hook(lambda *_: player.engine.metrics() and None)
+    try:
+        return player.call(x)
+    finally:
+        hook.remove()
+
+
+@event(
+    "install() of deepspeed after accelerate was imported",
+    "between",
+    always("accelerate was imported before"),
+)
+def installed_late(player: Any) -> None:
+    if player.stage is None:
+        return
+    real = sys.modules.get("accelerate")
+    sys.modules["accelerate"] = real or ModuleType("accelerate")
+    try:
+        install()
+    finally:
+        if real is None:
+            del sys.modules["accelerate"]
 
 
 @event("a layer is skipped", "call", lambda s, n: None)

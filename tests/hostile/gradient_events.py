@@ -175,6 +175,62 @@ EVENTS["a hook on step writes p.grad"] = WritesBeforeSteps("wrapped")
 EVENTS["a hook on the passed-in optimizer's step writes p.grad"] = WritesBeforeSteps("given")
 
 
+# Clipping of one step, and the norm before it ----------------------------------------------------
+
+
+def clip(player: Any, *norms: float) -> None:
+    for norm in norms:
+        if player.stage is None:
+            nn.utils.clip_grad_norm_(player.module.parameters(), norm)
+        else:
+            player.optimizer.clip_next_step(norm)
+
+
+@event("clip_next_step twice", "after_backward")
+def clipped_twice(player: Any) -> None:
+    clip(player, 0.01, 0.02)
+
+
+@dataclass
+class ClipsWithoutStep(Event):
+    """Chooses a norm, and discards the gradients: the third step has its own."""
+
+    whose: str
+
+    def step(self, player: Any) -> bool:
+        clip(player, 0.01)
+        discards = player.module if player.stage is None else getattr(player, self.whose)
+        discards.zero_grad()
+        return True
+
+
+EVENTS["clip_next_step, then optimizer.zero_grad()"] = ClipsWithoutStep("optimizer")
+EVENTS["clip_next_step, then module.zero_grad()"] = ClipsWithoutStep("module")
+
+
+class ClipsInAdvance(Event):
+    """Chooses a norm before the gradients of the last step are discarded: it is of those to come."""
+
+    def between(self, player: Any) -> None:
+        if player.stage is not None:
+            clip(player, 0.01)
+            player.module.zero_grad()
+
+    def after_backward(self, player: Any) -> None:
+        if player.stage is None:
+            clip(player, 0.01)
+
+
+EVENTS["clip_next_step, then zero_grad() and backward"] = ClipsInAdvance()
+
+
+@event("optimizer.grad_norm() between micro-batches", "call")
+def norm_between(player: Any, x: Tensor) -> Tensor:
+    if player.stage is not None:
+        assert player.optimizer.grad_norm() >= 0
+    return player.call(x)
+
+
 @event("add_param_group", "between", always("parameter groups cannot be added after initialize"))
 def another_group(player: Any) -> None:
     if player.stage is not None:
@@ -202,6 +258,10 @@ class OnOneRank(Event):
             return
         if self.what == "lr":
             player.optimizer.param_groups[0]["lr"] *= 2
+        elif self.what == "clip":
+            clip(player, 0.01)
+        elif self.what == "norm":
+            player.optimizer.grad_norm()
         elif self.what == "write":
             with torch.no_grad():
                 player.module.layers[2].bias.mul_(2)
@@ -221,4 +281,11 @@ DIFFERENT = "the ranks would not take the same step: "
 EVENTS["rank 0: another learning rate"] = OnOneRank("lr", DIFFERENT + "lr of group 0")
 EVENTS["rank 0: a parameter written"] = OnOneRank("write", "layers.2.bias differ between ranks")
 EVENTS["rank 0: p.grad = x"] = OnOneRank("grad", DIFFERENT + "gradient of .*weight, by hand: |" + UNSCALED)
-EVENTS["rank 0: p.grad = x"].moment = "after_backward"  # type: ignore[attr-defined]
+EVENTS["rank 0: clip_next_step"] = OnOneRank(
+    "clip", DIFFERENT + "gradient clipping: 0.01 .rank 0., 0.0 .rank 1"
+)
+EVENTS["rank 0: optimizer.grad_norm()"] = OnOneRank(
+    "norm", DIFFERENT + r"call of grad_norm: \d .rank 0., nothing"
+)
+for each in ("rank 0: p.grad = x", "rank 0: clip_next_step", "rank 0: optimizer.grad_norm()"):
+    EVENTS[each].moment = "after_backward"  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Clipping that a loop chooses in each step: `clip_next_step`, and the norm before a step."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,57 @@ def test_a_clipped_step_with_inf_is_skipped_also_in_fp32() -> None:
     optimizer.step()
     assert optimizer.last is not None and not optimizer.last.applied
     engine.destroy()
+
+
+def norms_inside_a_step(comm: Any, stage: int) -> tuple[list[float], int]:
+    engine, optimizer, _, _ = zero_full.initialize(
+        model=Net(), config=config(stage, gradient_accumulation_steps=2)
+    )
+    hooked = list[int]()
+    optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
+    norms = []
+    for micro in range(2):
+        engine.backward(engine(data(0, micro, comm.rank)))
+        norms.append(optimizer.grad_norm())
+        engine.step()
+    norms.append(optimizer.last.grad_norm or 0.0)  # type: ignore[union-attr]
+    engine.destroy()
+    return norms, len(hooked)
+
+
+def test_the_norm_between_micro_batches_is_that_of_the_gradients_so_far_and_runs_no_hook_of_steps() -> None:
+    model, wanted = Net(), []
+    for micro in range(2):
+        for rank in range(2):
+            (model(data(0, micro, rank)) / 4).backward()
+        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+        wanted.append(float(norms.norm()))
+    for by_rank in run_each(norms_inside_a_step, 2, [(stage,) for stage in (0, 1, 2, 3)]):
+        for norms, hooked in by_rank:
+            assert norms[:2] == pytest.approx(wanted, rel=1e-5) and hooked == 1
+
+
+def test_the_norm_may_be_asked_while_a_loop_listens_to_signals(tmp_path: Path) -> None:
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2))
+    engine.on_signal(tmp_path)
+    engine.backward(engine(data(0, 0, 0)))
+    assert optimizer.grad_norm() > 0
+    engine.step()
+    engine.destroy()
+
+
+def test_steps_that_begin_during_backward_are_clipped_as_the_loop_says() -> None:
+    sums = []
+    for section in ({}, {"offload_optimizer": {"device": "cpu", "super_offload": True}}):
+        engine, optimizer, _, _ = zero_full.initialize(
+            model=Net(), config=config(2, zero_optimization=section)
+        )
+        for step in range(4):
+            engine.backward(engine(data(step, 0, 0)))
+            optimizer.clip_next_step(0.02 if step % 2 else 0.0)
+            engine.step()
+            clipped = engine.metrics()["clipped_norm"]
+            assert (clipped == pytest.approx(0.02, rel=1e-3)) if step % 2 else (clipped is None)
+        sums.append(float(sum(v.double().sum() for v in engine.module_state_dict().values())))
+        engine.destroy()
+    assert sums[0] == pytest.approx(sums[1], rel=1e-6)

@@ -620,7 +620,6 @@ class Engine(DeepSpeedQueries):
     def _read_metrics(self, means: Means) -> Metrics:
         meter, last, scaler = self._count_steps(), self.optimizer.last, self.optimizer.scaler
         norm = None if last is None else last.grad_norm
-        clips = norm is not None and last is not None and last.applied
         return Metrics(
             step=self.global_steps,
             samples=self.global_samples,
@@ -628,7 +627,7 @@ class Engine(DeepSpeedQueries):
             loss=meter.loss(),
             lr=meter.rates or rates_of(self.optimizer),
             grad_norm=norm,
-            clipped_norm=clipped(norm, self.gradient_clipping()) if clips and norm is not None else None,
+            clipped_norm=clipped(norm, last.clip) if last and last.applied and norm is not None else None,
             loss_scale=scaler.scale if scaler.scales else None,
             step_seconds=means.step_seconds,
             samples_per_second=means.samples_per_second,

@@ -94,6 +94,7 @@ class GradientState:
         self.unclipped = 1.0  # clipping factor that the last step applied while reading, not to the tensors
         self.passes = 0  # number of backward passes until the last step
         self.are_own = False  # the last step used each rank's own gradients, not averages
+        self.next_clip: float | None = None  # largest gradient norm of the next step; None: the settings'
 
     @property
     def scale(self) -> float:
@@ -161,7 +162,9 @@ class GradientState:
             group.gradients.local_ends.clear()
 
     def forget(self) -> None:
-        """Reset the factors, because the gradients are discarded."""
+        """Reset the factors, because the gradients are discarded, and a norm chosen to clip new ones."""
+        if self.next_clip is not None and self.are_new:
+            self.next_clip = None
         self.scale_left, self.unclipped, self.are_own = None, 1.0, False
 
 

@@ -70,6 +70,7 @@ class Said:
     stops: bool  # this rank has received a signal to stop
     alarm: bool  # this rank knows that background work has failed
     averaged: bool = True  # False: the gradients are each rank's own
+    needs_norm: bool = False  # for this exchange, whatever the settings need
     by_hand: HandWritten = field(default_factory=HandWritten)
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
@@ -103,7 +104,7 @@ class Agreement:
     def exchange(self, said: Said) -> Agreed:
         """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
         # Gradients that are not averaged are always checked: one rank's NaN must skip the step on all ranks.
-        needs_norm = self.needs_norm or not said.averaged
+        needs_norm = self.needs_norm or said.needs_norm or not said.averaged
         if not (needs_norm or self.has_peers):
             is_changed = any(map(bool, said.changed))
             return Agreed(None, said.used, said.stops, said.alarm, said.late > 0, is_changed)
@@ -111,13 +112,13 @@ class Agreement:
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
         counts = needs_norm and (not said.doings or said.doings[-1][0] != ERROR)
         squared, poison, stops, alarms, late, changed, *rest = self._add_up(said, counts, exactly=False)
-        # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
-        if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
-            squared, poison, _, _, _, _, *rest = self._add_up(said, counts, exactly=True)
         used: set[Member] = set()
-        for side in sides:
+        for side in sides:  # first: it raises on ranks that need the norm and on others, if they disagree
             used |= side.read(rest[: side.length], said)
             rest = rest[side.length :]
+        # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
+        if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
+            squared, poison, *_ = self._add_up(said, counts, exactly=True)
         if not needs_norm:
             return Agreed(None, used, stops > 0, alarms > 0, late > 0, changed > 0)
         ranks = 1 if said.averaged else groups.data_ranks

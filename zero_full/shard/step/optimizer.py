@@ -91,6 +91,7 @@ from zero_full.shard.step.wrapped_optimizer import (
 )
 
 log = logging.getLogger("zero_full")
+STEP = "step"  # the call that the ranks compare, besides "grad_norm"
 CLOSED = "step after destroy. Initialize the model again"
 
 
@@ -112,6 +113,7 @@ class Decision:
     finite: bool  # no gradient of any rank is inf or NaN
     norm: float | None  # of the averaged gradients, unscaled; None: not needed
     used: set[Member]  # parameters that have a gradient on any rank
+    clip: float  # the largest norm after clipping; 0: no clipping
     publishes: bool = False  # parameters have new values, to be sent to every rank
 
 
@@ -157,7 +159,6 @@ class ZeroOptimizer(OptimizerProxy):
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
         self.named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.calls = 0  # calls of `step`, which the ranks compare
-        self.next_clip: float | None = None  # largest gradient norm of the next step; None: the settings'
         self.warned_without_gradients = False
         self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
@@ -209,7 +210,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _note_awake(self) -> None:
         """Note which groups take part in steps: those with a trainable parameter, now or earlier."""
         self.awake = [group for group in self.trained if not group.asleep]
-        self.agreement = Agreement(self.groups, self.awake, self._needs_norm)
+        self.agreement = Agreement(self.groups, self.awake, self.settings.needs_norm)
 
     def _wake(self, group: TrainedGroup) -> None:
         """Add the pieces of a group that is trained from now on to the optimizer's state."""
@@ -274,14 +275,14 @@ class ZeroOptimizer(OptimizerProxy):
                 self.publish(self.awake)
         self._count(decision, collected.scale)
 
-    def _collect(self) -> Collected | None:
+    def _collect(self, call: str = STEP) -> Collected | None:
         """Reduce gradients that backward left unreduced, and adopt those that user code wrote or cleared.
 
         Returns None if there are no gradients. An error is returned in `failure` and not raised yet, because
         the other ranks are on their way into the exchange, where they learn of it.
         """
         changed: list[Tensor] = []
-        found, failure = self._find_changes(changed)
+        found, failure = self._find_changes(changed, call)
         reducer = self.reducer
         if not (self.has_peers or reducer.began or found.written or failure):
             return None  # with peers, another rank may have gradients: always go on to the exchange
@@ -294,7 +295,7 @@ class ZeroOptimizer(OptimizerProxy):
         scale, averaged = self.gradients.begin_step()
         return Collected(scale, averaged, changed, failure)
 
-    def _find_changes(self, changed: list[Tensor]) -> tuple[Found, Exception | None]:
+    def _find_changes(self, changed: list[Tensor], call: str) -> tuple[Found, Exception | None]:
         """Find gradients that user code wrote or cleared since the last step. Returns them and any error.
 
         Appends to `changed` for each group whose parameters it compares: see `Master.compare`.
@@ -309,7 +310,8 @@ class ZeroOptimizer(OptimizerProxy):
                 raise RuntimeError(
                     "the last backward pass has failed: call zero_grad before the next forward"
                 )
-            self._run_step_hooks(BEFORE)
+            if call == STEP:
+                self._run_step_hooks(BEFORE)
             if self.base.state is not self.own_state:
                 self._take_back_state()
             for guard in self.step_guards:
@@ -331,15 +333,16 @@ class ZeroOptimizer(OptimizerProxy):
         except Exception as error:  # a user's step hook may raise any type
             return Found(), error
 
-    def _agree(self, collected: Collected, call: str = "step") -> Agreed:
+    def _agree(self, collected: Collected, call: str = STEP) -> Agreed:
         """Exchange norm, flags and planned actions with all ranks, and raise on every rank if they differ."""
         reducer, failure = self.reducer, collected.failure
         # Equal on all ranks in a correct program. The order of this list is the order in an error message.
+        clip = self._clip
         so_far: list[tuple[str, Any]] = [
             (f"call of {call}", self.calls),
             ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
-            ("gradient clipping", self._clip),
+            ("gradient clipping", clip),
             ("a backward pass before the step", reducer.had_pass),
             ("order of reductions", reducer.order_checksum),
             ("signals watched", self.signals.told),
@@ -352,7 +355,10 @@ class ZeroOptimizer(OptimizerProxy):
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
         late, changed = len(reducer.late), collected.changed
-        said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, late, changed)
+        needs_norm = clip > 0 or call != STEP
+        said = Said(
+            reducer.used, doings, stops, alarm, collected.averaged, needs_norm, by_hand, late, changed
+        )
         agreed = self.agreement.exchange(said)
         if agreed.late and failure is None:
             # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
@@ -389,12 +395,12 @@ class ZeroOptimizer(OptimizerProxy):
             check_all_used(self.groups, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
-        checks_overflow = self.settings.check_overflow or self.next_clip is not None
+        checks_overflow = self.settings.check_overflow or self.gradients.next_clip is not None
         applies = finite or (not self.gradients.are_own and not checks_overflow)
         if not finite:
             loss, everyone = self.accumulation.loss, self.groups.everyone
             self.report.tell(self.trained, loss, everyone, applies, self.scaler)
-        return Decision(applies, finite, norm, agreed.used)
+        return Decision(applies, finite, norm, agreed.used, self._clip)
 
     def _update(self, decision: Decision) -> Decision:
         """Step this rank's slices. Returns the decision with what is to be published.
@@ -402,7 +408,7 @@ class ZeroOptimizer(OptimizerProxy):
         It becomes a skip if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
         """
-        factor = self.gradients.factor(decision.norm, self._clip)
+        factor = self.gradients.factor(decision.norm, decision.clip)
         used = decision.used
         if self.gradients.are_own:
             used = self.steppers.concerned(self.trained, used)
@@ -472,10 +478,8 @@ class ZeroOptimizer(OptimizerProxy):
     def _count(self, decision: Decision, scale: float) -> None:
         """Record a step that was applied or skipped, and update a dynamic loss scale."""
         self.unfinished.change()  # a skipped step, too, changes the loss scale and counters
-        self.last = StepReport(decision.applies, decision.norm, scale)
-        if self.next_clip is not None:
-            self.next_clip = None
-            self.agreement.needs_norm = self._needs_norm
+        self.last = StepReport(decision.applies, decision.norm, scale, decision.clip)
+        self.gradients.next_clip = None
         self.gradients.end_step()
         if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
             self.report.learn(self.scaler, overflow=not decision.finite)
@@ -493,38 +497,32 @@ class ZeroOptimizer(OptimizerProxy):
     @property
     def _clip(self) -> float:
         """The largest gradient norm of the next step; 0: no clipping."""
-        return self.settings.clip if self.next_clip is None else self.next_clip
-
-    @property
-    def _needs_norm(self) -> bool:
-        """Whether the next step needs the gradient norm."""
-        return self.settings.needs_norm or self._clip > 0
+        chosen = self.gradients.next_clip
+        return self.settings.clip if chosen is None else chosen
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the gradients of the next step to this norm, instead of the settings'. 0: do not clip.
 
-        For loops that choose the norm in each step. Every rank must call this with the same value.
+        For loops that choose the norm in each step. Every rank must call this with the same value. As when
+        gradients are clipped several times, the smallest norm of several calls counts; 0 revokes the calls
+        before it. If gradients are discarded instead of a step, the next step is clipped as configured.
         """
         if not 0 <= max_norm < inf:
             raise ValueError(f"max_norm must be a finite norm, or 0 for no clipping, not {max_norm!r}")
-        self.next_clip = float(max_norm)
-        self.agreement.needs_norm = self._needs_norm
+        before = self.gradients.next_clip
+        self.gradients.next_clip = min(before, float(max_norm)) if before and max_norm else float(max_norm)
 
     def grad_norm(self) -> float:
         """Average the gradients now, and return their norm without the loss scale, before clipping.
 
-        This costs a collective that `last.grad_norm` after a step does not. Every rank must call this after
-        the last backward pass of a step. Without gradients the norm is 0.
+        This costs a collective that `last.grad_norm` after a step does not. Every rank must call this.
+        Backward passes that follow before the step add to the gradients. Without gradients the norm is 0.
         """
         self.unfinished.check("grad_norm")
         if self.delayed is not None:
             self.finish_update()
-        try:
-            self.agreement.needs_norm = True
-            collected = self._collect()
-            norm = None if collected is None else self._agree(collected, "grad_norm").norm
-        finally:
-            self.agreement.needs_norm = self._needs_norm
+        collected = self._collect("grad_norm")
+        norm = None if collected is None else self._agree(collected, "grad_norm").norm
         return 0.0 if norm is None else norm / self.gradients.scale
 
     def check_model_unchanged(self) -> None:

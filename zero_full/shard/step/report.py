@@ -69,6 +69,7 @@ class StepReport:
     applied: bool  # False: the step was skipped
     grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: not needed
     scale: float  # the loss scale that backward used
+    clip: float = 0.0  # the largest norm after clipping; 0: no clipping
 
 
 @dataclass
