@@ -84,6 +84,7 @@ class Case:
     uses: tuple[Use, ...] = (Use(0),)
     optimizer: str = "SGD"
     instance: bool = False  # the optimizer is an object that is passed in, and not of the configuration
+    corrects: bool = True  # False: Adam or AdamW without bias correction
     groups: bool = False  # two parameter groups
     decay: bool = False  # of the learning rate, by a schedule
     loop: str = "engine"
@@ -125,6 +126,19 @@ class Case:
         return Case(**found)
 
 
+def options_of(case: Case) -> dict[str, Any]:
+    """The optimizer's options in a configuration, and of its class in `class_of`."""
+    options = OPTIMIZERS[case.optimizer]
+    return options if case.corrects else {**options, "bias_correction": False}
+
+
+def class_of(case: Case) -> tuple[str, dict[str, Any]]:
+    """The class that a script makes an optimizer of, and its options."""
+    if not case.corrects:
+        return "FusedAdam", options_of(case)
+    return case.optimizer, {k: v for k, v in options_of(case).items() if k != "adam_w_mode"}
+
+
 def group_options(case: Case, dims: int) -> dict[str, Any]:
     """What a parameter of so many dimensions is stepped by, beside the optimizer's own options."""
     lr = OPTIMIZERS[case.optimizer]["lr"]
@@ -149,7 +163,7 @@ def config_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
         "zero_optimization": zero,
     }
     if not case.instance:
-        params = {**OPTIMIZERS[case.optimizer], "weight_decay": 0.1}
+        params = {**options_of(case), "weight_decay": 0.1}
         made["optimizer"] = {"type": case.optimizer, "params": params}
     if case.loop == "unmanaged":
         made["managed_gradient_accumulation"] = False
@@ -162,6 +176,8 @@ def config_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
 def is_valid(case: Case) -> bool:
     """Whether a case must run or be refused: what zero_full's pages ask of a script is kept."""
     layouts = [layout for layout, _ in case.legs()]
+    if not (case.corrects or case.optimizer in ("Adam", "AdamW")):
+        return False
     if any(use.rank is not None for use in case.uses) and any(
         each.stage == 3 and not each.whole for each in layouts
     ):
@@ -258,6 +274,8 @@ def draw(seed: int) -> Case:
             then=then and replace(then, precision="fp32"),
             poison=poison if clip else None,
         )
+    if optimizer in ("Adam", "AdamW") and rng.random() < 0.25:
+        case = replace(case, corrects=False)
     return case
 
 

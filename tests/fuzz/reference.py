@@ -154,6 +154,27 @@ class Rule:
         return {}
 
 
+class Uncorrected(torch.optim.Adam):
+    """Adam or AdamW without bias correction, by the formula."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step all parameters with a gradient."""
+        for group in self.param_groups:
+            lr, decay, (near, far) = group["lr"], group["weight_decay"], group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not (state := self.state[p]):
+                    zeros = {entry: torch.zeros_like(p) for entry in ("exp_avg", "exp_avg_sq")}
+                    state.update(zeros, step=torch.tensor(0.0))
+                gradient = p.grad if group["decoupled_weight_decay"] else p.grad + decay * p
+                state["step"] += 1
+                state["exp_avg"].mul_(near).add_(gradient, alpha=1 - near)
+                state["exp_avg_sq"].mul_(far).addcmul_(gradient, gradient, value=1 - far)
+                if group["decoupled_weight_decay"]:
+                    p.mul_(1 - lr * decay)
+                p.sub_(lr * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]))
+
+
 class Whole(Rule):
     """An optimizer that steps averaged gradients."""
 
@@ -169,6 +190,8 @@ class Whole(Rule):
             self.by = [PlainLion(self.groups, options["lr"], options["betas"], 0.0)]
         elif case.optimizer == "Lamb":
             self.by = [PlainLamb(self.groups, **options)]
+        elif not case.corrects:
+            self.by = [Uncorrected(self.groups, decoupled_weight_decay=case.optimizer == "AdamW", **options)]
         else:
             self.by = [getattr(torch.optim, case.optimizer)(self.groups, **options)]
         self.param_groups = [group for each in self.by for group in _groups_of(each)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.fuzz.case import ONE_BIT, OPTIMIZERS, Case, Layout, config_of, group_options
+from tests.fuzz.case import ONE_BIT, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.defects import planted
 from tests.fuzz.loops import LOOPS, OF_TORCH, do_between
 from tests.fuzz.model import Net, data, freeze
@@ -129,10 +129,10 @@ def instance_of(case: Case, net: Net) -> torch.optim.Optimizer:
     groups = groups_of(case, net)
     if case.optimizer == "Muon":
         groups = muon_groups(net, groups)
-    options = {k: v for k, v in OPTIMIZERS[case.optimizer].items() if k != "adam_w_mode"}
-    made: Any = getattr(torch.optim, case.optimizer, None)
-    if case.optimizer == "Muon" or made is None:
-        made = getattr(zero_full, case.optimizer)
+    name, options = class_of(case)
+    made: Any = getattr(torch.optim, name, None)
+    if name == "Muon" or made is None:
+        made = getattr(zero_full, name)
     return made(groups, **options)
 
 

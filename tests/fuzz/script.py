@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz import loops, model
-from tests.fuzz.case import FOLDER, ONE_BIT, OPTIMIZERS, Case, Layout, config_of, group_options
+from tests.fuzz.case import FOLDER, ONE_BIT, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.loops import LOOPS, OF_TORCH
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp16, dynamic": "float16"}
@@ -125,9 +125,9 @@ def _optimizer(case: Case) -> str:
         groups = f'groups = [{{"params": list(net.parameters()), **{group_options(case, 0)}}}]'
     if case.optimizer == "Muon":
         groups += "\n    groups = zero_full.muon_groups(net, groups)"
-    ours = case.optimizer in ("Lion", "Lamb", "Muon", *ONE_BIT)
-    options = {k: v for k, v in OPTIMIZERS[case.optimizer].items() if k != "adam_w_mode"}
-    made = f"{'zero_full' if ours else 'torch.optim'}.{case.optimizer}(groups, **{options})"
+    name, options = class_of(case)
+    ours = name in ("Lion", "Lamb", "Muon", "FusedAdam", *ONE_BIT)
+    made = f"{'zero_full' if ours else 'torch.optim'}.{name}(groups, **{options})"
     return (
         f"def groups_of(net):\n    {groups}\n    return groups\n\n\n"
         f"def optimizer_of(groups):\n    return {made}"

@@ -78,6 +78,8 @@ def test_everything_is_drawn() -> None:
     assert {each.tier for each in layouts} == {*TIERS}
     assert {each.param_tier for each in layouts} == {*PARAM_TIERS}
     assert {(case.optimizer, case.instance) for case in DRAWN} == {(o, i) for o in OPTIMIZERS for i in (0, 1)}
+    uncorrected = {(case.optimizer, case.instance) for case in DRAWN if not case.corrects}
+    assert uncorrected == {(o, i) for o in ("Adam", "AdamW") for i in (0, 1)}
     assert {(case.loop, case.micro_batches) for case in DRAWN} == {(x, m) for x in LOOPS for m in (1, 2, 3)}
     assert {case.between for case in DRAWN} == {"", *BETWEEN}
     uses = [use for case in DRAWN for use in case.uses]

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL
+from tests.slow_copies import slow_copies
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data, fragments
 from zero_full.optim.fused_adam import FusedAdam, FusedAdamStep, is_plain_adam
 
@@ -328,3 +331,79 @@ def test_the_class_of_a_script_steps_without_an_engine(decoupled: bool, dtype: t
     torch.testing.assert_close(ones[0], ones[1])
     with pytest.raises(ValueError, match="amsgrad cannot be True: use torch"):
         FusedAdam(ones, amsgrad=True)
+
+
+# Without bias correction -------------------------------------------------------------------------
+
+
+def by_formula(
+    ranks: int, steps: int, lr: float, decay: float, betas: tuple[float, float]
+) -> dict[str, Tensor]:
+    """AdamW without bias correction, in plain torch."""
+    model = Net()
+    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    for step in range(steps):
+        model.zero_grad()
+        for rank in range(ranks):
+            (model(data(step, 0, rank)) / ranks).backward()
+        with torch.no_grad():
+            for p, (mean, square) in moments.items():
+                assert p.grad is not None
+                mean.mul_(betas[0]).add_(p.grad, alpha=1 - betas[0])
+                square.mul_(betas[1]).addcmul_(p.grad, p.grad, value=1 - betas[1])
+                p.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + 1e-8))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def placed(comm: Any, stage: int, offload: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """Parameters after four steps, and how many early steps were right."""
+    params = {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False}
+    keys = config(
+        stage,
+        optimizer={"type": "AdamW", "params": params},
+        zero_optimization={"offload_optimizer": offload},
+    )
+    with slow_copies(1e7) if offload["device"] == "cpu" else nullcontext():
+        engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=keys)
+        for number in range(4):
+            engine.backward(engine(data(number, 0, comm.rank)))
+            engine.step()
+        early = optimizer.steppers.early  # type: ignore[union-attr]
+        found = {name: p.clone() for name, p in engine.module_state_dict().items()}
+        engine.destroy()
+    return found, 0 if early is None else early.right
+
+
+def test_moments_count_as_they_are_wherever_the_state_is(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    early = {"device": "cpu", "super_offload": True}
+    cases = [(stage, place) for stage in (1, 2, 3) for place in (disk, early)]
+    wanted = by_formula(2, 4, 0.01, 0.1, (0.9, 0.999))
+    for (_, place), by_rank in zip(cases, run_each(placed, 2, cases), strict=True):
+        for found, right in by_rank:
+            assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
+            assert (right > 0) == (place is early)
+
+
+def test_a_checkpoint_is_loaded_by_the_adam_that_corrects_as_it_did(tmp_path: Path) -> None:
+    def engine_of(corrects: bool) -> zero_full.Engine:
+        params = {"lr": 0.01, "bias_correction": corrects}
+        return zero_full.initialize(
+            model=Net(), config=config(1, optimizer={"type": "AdamW", "params": params})
+        )[0]
+
+    for saved in (True, False):
+        first, folder = engine_of(saved), tmp_path / str(saved)
+        first.backward(first(data(0, 0, 0)))
+        first.step()
+        first.save_checkpoint(folder)
+        first.destroy()
+        other = engine_of(not saved)
+        said = f"bias_correction {saved}.* with bias_correction {not saved}.* to {str(saved).lower()}"
+        with pytest.raises(zero_full.CheckpointError, match=said):
+            other.load_checkpoint(folder)
+        other.load_checkpoint(folder, load_optimizer_states=False)
+        other.destroy()
+        same = engine_of(saved)
+        same.load_checkpoint(folder)
+        same.destroy()

@@ -79,6 +79,15 @@ def check_facts(contents: Contents, facts: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)}. {without}"
         )
+    for number, (before, now) in enumerate(zip(saved, here, strict=True) if kind in ALIKE else ()):
+        corrected, corrects = (bool(group.get("bias_correction", True)) for group in (before, now))
+        if corrected != corrects:
+            raise ValueError(
+                f"group {number} was saved with bias_correction {corrected}, but {kind} would step it "
+                f"with bias_correction {corrects}: the same moments would mean other steps. Set "
+                f"optimizer.params.bias_correction to {str(corrected).lower()}, or pass such an optimizer. "
+                f"{without}"
+            )
     contents.stepper.refuse_state(facts.get("stepper", {}))
 
 
