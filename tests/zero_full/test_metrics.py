@@ -197,7 +197,7 @@ def test_tags_and_files_are_deepspeeds(run: Path) -> None:
 
 
 class Wandb(SimpleNamespace):
-    """Stands in for the module `wandb`, which is not installed where these tests run."""
+    """Stands in for the module `wandb`. The real one is in tests/hf."""
 
     def __init__(self) -> None:
         super().__init__(run=None, asked=None, logged=[], finished=0)
@@ -206,7 +206,7 @@ class Wandb(SimpleNamespace):
         self.asked = options
         return SimpleNamespace(log=self.log, finish=self.finish)
 
-    def log(self, values: Any, step: int) -> None:
+    def log(self, values: Any, step: int, commit: bool) -> None:
         self.logged.append((values, step))
 
     def finish(self) -> None:
