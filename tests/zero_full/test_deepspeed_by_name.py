@@ -216,6 +216,11 @@ def of_an_engine(folder: Path) -> dict[str, Any]:
         seen["second"] = str(error)
     engine.destroy()
     again, _, _, _ = deepspeed.initialize(model=model, config=str(file))
+    again.destroy(gather=True)
+    _, lower, _, _ = deepspeed.initialize(
+        model=nn.Linear(1, 1), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    )
+    seen["hooks"] = [optimizer.parameter_offload.forward_hooks, hasattr(lower, "parameter_offload")]
     seen["again"] = [again.module is model, copy.deepcopy(nn.ModuleDict({"a": model})) is not None]
     return seen
 
@@ -234,6 +239,7 @@ def test_the_engine_is_a_module_with_a_mapping_as_configuration(tmp_path: Path) 
         "clone": [True, True],
         "rank": [0, 1],
         "schedule": 1,
+        "hooks": [[], False],
         "again": [True, True],
     }
 

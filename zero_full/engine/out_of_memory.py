@@ -53,12 +53,30 @@ class Remedy:
     text: str
 
 
-class MemoryNote:
-    """Describes the memory of a rank at an out-of-memory error.
+class Plan:
+    """The planned bytes of an engine by the kinds of the ledger, each with its peak within a step.
 
-    phase  the call that has failed
-    plan   returns the planned bytes by the kinds of the ledger, each with its peak within a step
+    They are computed at the first error and kept, because a loop may catch errors and try smaller batches.
     """
+
+    def __init__(self, compute: Callable[[], Mapping[str, int]]) -> None:
+        self._compute, self._is_made = compute, False
+        self.sizes: Mapping[str, int] = {}
+        self.missing = ""  # why there is no plan
+
+    def made(self) -> "Plan":
+        """Compute the plan if this was not tried before, and return it."""
+        if not self._is_made:
+            self._is_made = True
+            try:
+                self.sizes = self._compute()
+            except Exception as error:  # a plan of this model may be impossible for any reason
+                self.missing = str(error).partition("\n")[0] or type(error).__name__
+        return self
+
+
+class MemoryNote:
+    """Describes the memory of a rank at an out-of-memory error in the call `phase`."""
 
     def __init__(
         self,
@@ -66,18 +84,13 @@ class MemoryNote:
         optimizer: ZeroOptimizer,
         config: Config,
         device: torch.device,
-        plan: Callable[[], Mapping[str, int]],
+        plan: Plan,
     ) -> None:
         self.optimizer, self.config, self.device = optimizer, config, device
         self.ledger = HeldBytes(optimizer)
         self.held = {kind: size for kind, size in self.ledger.now().items() if size}
         self.here = sum(self.held.get(kind, 0) for kind in ON_DEVICE)
-        self.planned: Mapping[str, int] = {}
-        self.unplanned = ""  # why there is no plan
-        try:
-            self.planned = plan()
-        except Exception as error:  # a plan of this model may be impossible for any reason
-            self.unplanned = str(error).partition("\n")[0] or type(error).__name__
+        self.planned, self.unplanned = plan.made().sizes, plan.missing
         self.others: int | None = None  # bytes of activations and temporaries; None: unknown
         if device.type != "cpu":
             self.others = max(0, torch.accelerator.memory_allocated(device) - self.here)
@@ -202,7 +215,7 @@ def explain(
     optimizer: ZeroOptimizer,
     config: Config,
     device: torch.device,
-    plan: Callable[[], Mapping[str, int]],
+    plan: Plan,
 ) -> None:
     """Add a note to an out-of-memory error that has none yet. Other errors stay as they are."""
     noted = "".join([str(error), *getattr(error, "__notes__", ())])

@@ -185,6 +185,17 @@ class GenerationHooks:
         """Do nothing: no hook was removed."""
 
 
+def _parameter_offload(optimizer: ZeroOptimizer) -> GenerationHooks:
+    if optimizer.settings.stage != 3:
+        raise AttributeError("this optimizer has no attribute 'parameter_offload': its stage is not 3")
+    return GenerationHooks()
+
+
+def add_parameter_offload() -> None:
+    """Add the attribute `parameter_offload` to `ZeroOptimizer`, for programs that look for it at stage 3."""
+    setattr(ZeroOptimizer, "parameter_offload", property(_parameter_offload))  # noqa: B010
+
+
 class _NoParameters(nn.Module):
     """A module without parameters: TRL clears a list of DeepSpeed's on each."""
 
@@ -285,7 +296,5 @@ def initialize(
         collate_fn=collate_fn,
         config=given if used == whole else used,  # of a file, errors have lines
     )
-    if engine.zero_optimization_stage() == 3:
-        wrapped.parameter_offload = GenerationHooks()  # type: ignore[attr-defined]
     setattr(engine.module, HELD, Held(engine))
     return DeepSpeedEngine(engine, whole or {}), wrapped, loader, schedule

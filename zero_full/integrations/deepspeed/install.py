@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from zero_full.integrations.deepspeed.accelerate import adapt
+from zero_full.integrations.deepspeed.engine import add_parameter_offload
 from zero_full.integrations.deepspeed.parameters import add_properties
 from zero_full.integrations.deepspeed.surface import VERSION, modules
 from zero_full.migrate.name_table import instead_of
@@ -109,6 +110,7 @@ def install() -> None:
     sys.modules.update(made)
     sys.meta_path.insert(0, Finder())
     add_properties()
+    add_parameter_offload()
 
 
 def _check_absent() -> None:
