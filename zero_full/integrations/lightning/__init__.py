@@ -6,6 +6,7 @@ trainer = lightning.Trainer(strategy="zero_full_3", devices=2)
 trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3, config="ds.json"), devices=2)
 fabric = lightning.Fabric(strategy=ZeroFabricStrategy(stage=3), devices=2)
 
+arguments      the constructor of both strategies
 trainer        `ZeroStrategy`, for the Trainer
 fabric         `ZeroFabricStrategy`, for Fabric
 configuration  the configuration of the engines, from the strategy's options and the precision

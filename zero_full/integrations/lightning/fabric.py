@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from datetime import timedelta
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,47 +14,30 @@ from torch import Tensor, nn
 import zero_full
 from zero_full.engine.engine import Engine
 from zero_full.integrations.lightning import folder
-from zero_full.integrations.lightning.configuration import engine_config, read_config, stage_of
-from zero_full.integrations.lightning.engines import make_engines, refuse_options, without_sync
+from zero_full.integrations.lightning.arguments import Arguments
+from zero_full.integrations.lightning.configuration import engine_config
+from zero_full.integrations.lightning.engines import make_engines, without_sync
 from zero_full.integrations.lightning.precision import ZeroFabricPrecision, check_clipping, name_of
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
-class ZeroFabricStrategy(DDPStrategy, _Sharded):
+class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
     """Trains with ZeRO what `fabric.setup(model, optimizer)` gets: `Fabric(strategy=ZeroFabricStrategy(3))`.
 
     stage    0, 1, 2 or 3; None: the configuration's, or 3
     config   a dict, or the path of a JSON file, with DeepSpeed's keys, for all that Fabric does not decide
-    others   accelerator, parallel_devices, cluster_environment, process_group_backend and timeout as in
-             Fabric's DDPStrategy
+    others   accelerator, parallel_devices, cluster_environment, process_group_backend, timeout and precision
+             as in Fabric's DDPStrategy
 
     engines  those of all calls of `setup`, one for each optimizer
     """
 
+    precision_argument = "precision"
+
     def __init__(
-        self,
-        stage: int | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
-        *,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        **others: Any,
+        self, stage: int | None = None, config: Mapping[str, Any] | str | Path | None = None, **others: Any
     ) -> None:
-        refuse_options("ZeroFabricStrategy", others)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            **({} if timeout is None else {"timeout": timeout}),
-        )
-        self.config = read_config(config)
-        self.stage = stage_of(stage, self.config)
+        super().__init__(stage, config, **others)
         self.engines: list[Engine] = []
         self._of_module: dict[int, list[Engine]] = {}  # by the id of what `setup` returned
         self._backward_sync_control = _SyncControl(self)

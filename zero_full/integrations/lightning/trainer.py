@@ -10,11 +10,9 @@ engines', and runs each step of the LightningModule inside a call of the module,
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,49 +21,31 @@ from torch import Tensor, nn
 import zero_full
 from zero_full.engine.engine import Engine
 from zero_full.integrations.lightning import folder
-from zero_full.integrations.lightning.configuration import engine_config, read_config, stage_of
-from zero_full.integrations.lightning.engines import make_engines, refuse_options, without_sync
+from zero_full.integrations.lightning.arguments import Arguments
+from zero_full.integrations.lightning.configuration import engine_config
+from zero_full.integrations.lightning.engines import make_engines, without_sync
 from zero_full.integrations.lightning.precision import ZeroPrecision, check_clipping, name_of, unwrapped
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(Arguments, DDPStrategy):
     """Trains the LightningModule with ZeRO: `Trainer(strategy=ZeroStrategy(stage=3))`.
 
     stage    0, 1, 2 or 3; None: the configuration's, or 3
     config   a dict, or the path of a JSON file, with DeepSpeed's keys, for all that Lightning does not decide
-    others   accelerator, parallel_devices, cluster_environment, process_group_backend and timeout as in
-             DDPStrategy
+    others   accelerator, parallel_devices, cluster_environment, process_group_backend, timeout and
+             precision_plugin as in DDPStrategy
 
     engines  one for each optimizer; () before the first run
     """
 
     strategy_name = "zero_full"
+    precision_argument = "precision_plugin"
     optimizers: Any  # Lightning's property
 
     def __init__(
-        self,
-        stage: int | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
-        *,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        **others: Any,
+        self, stage: int | None = None, config: Mapping[str, Any] | str | Path | None = None, **others: Any
     ) -> None:
-        refuse_options("ZeroStrategy", others)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            **({} if timeout is None else {"timeout": timeout}),
-        )
-        self.config = read_config(config)
-        self.stage = stage_of(stage, self.config)
+        super().__init__(stage, config, **others)
         self.engines: tuple[Engine, ...] = ()
         self._sharded_module: nn.Module | None = None  # the module of the engines
 
