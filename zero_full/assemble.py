@@ -191,7 +191,7 @@ def assemble(
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
     check_backend(base, groups, device)
-    if topology.model is not None and hasattr(base, "zero_full_stepper"):
+    if topology.tensor is not None and hasattr(base, "zero_full_stepper"):
         _check_not_split(model, base, topology)
     deferred.check_optimizer_parameters(base.param_groups)
     deferred.exchange_random_states(groups.dense)

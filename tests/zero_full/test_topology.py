@@ -14,7 +14,7 @@ import zero_full
 from tests.worlds import POOL, RankError
 from tests.zero_full.runs import Net, Outcome, assert_close, config, data, reference, run, train
 from zero_full import Topology
-from zero_full.comm.topology import marked_as_expert, marked_as_split
+from zero_full.comm.topology import ROLES, marked_as_expert, marked_as_split
 
 WHOLE_BUCKET = {"reduce_bucket_size": 10_000}  # Net in one bucket
 NUMEL = sum(p.numel() for p in Net().parameters())
@@ -212,28 +212,29 @@ class Mesh:
     [
         (("data",), {"data": "data"}),
         (("fsdp",), {"data": "fsdp"}),
-        (("dp", "tp"), {"data": "dp", "model": "tp"}),
+        (("dp", "tp"), {"data": "dp", "tensor": "tp"}),
+        (("pp", "data", "model"), {"pipe": "pp", "data": "data", "tensor": "model"}),
         (("dp_replicate", "dp_shard"), {"replicate": "dp_replicate", "shard": "dp_shard"}),
-        (("replicate", "shard", "model"), {"replicate": "replicate", "shard": "shard", "model": "model"}),
+        (("replicate", "shard", "tensor"), {"replicate": "replicate", "shard": "shard", "tensor": "tensor"}),
     ],
 )
 def test_mesh_names_become_roles(names: tuple[str, ...], groups: dict[str, str]) -> None:
     made = Topology.from_mesh(Mesh(names))  # type: ignore[arg-type]
-    roles = ("data", "shard", "replicate", "model", "expert", "expert_data")
-    found = {role: getattr(made, role) for role in roles if getattr(made, role) is not None}
+    found = {role: getattr(made, role) for role in ROLES if getattr(made, role) is not None}
     assert found == {role: f"group of {name}" for role, name in groups.items()}
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (Mesh(("pipeline",)), r"mesh dimension 'pipeline' is unknown or there twice; known: data, dp, "),
+        (Mesh(("context",)), r"mesh dimension 'context' is unknown or there twice; known: data, dp, "),
         (Mesh(("data", "dp")), r"mesh dimension 'dp' is unknown or there twice"),
         (Mesh(None, ndim=2), r"a mesh with 2 dimensions needs mesh_dim_names, such as data, dp"),
         (Mesh(("replicate",)), r"'replicate' dimension also needs a 'shard' dimension"),
-        (Mesh(("tp",)), r"a `model` group also needs a `data` group.*dimension 'data'"),
+        (Mesh(("tp",)), r"a `tensor` group also needs a `data` group.*dimension 'data'"),
+        (Mesh(("pp",)), r"a `pipe` group also needs a `data` group.*dimension 'data'"),
     ],
-    ids=["unknown", "twice", "no names", "replicate alone", "model alone"],
+    ids=["unknown", "twice", "no names", "replicate alone", "tensor alone", "pipe alone"],
 )
 def test_a_mesh_that_says_too_little_or_too_much_is_refused(mesh: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -254,7 +255,8 @@ GROUP: Any = object()
             dict.fromkeys(["shard", "replicate", "expert", "expert_data"], GROUP),
             "experts and replicated sharding together are not supported",
         ),
-        ({"model": GROUP}, "a `model` group also needs a `data` group"),
+        ({"tensor": GROUP}, "a `tensor` group also needs a `data` group"),
+        ({"pipe": GROUP}, "a `pipe` group also needs a `data` group"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
 )

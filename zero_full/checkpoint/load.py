@@ -9,6 +9,7 @@ rank reads its own ranges.
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,7 @@ class CheckpointLoad:
         self.named = {**self.own_tensors, **self.made}
         self.keys: dict[str, str] = {}  # keys of the module's tensors, by name
         groups = optimizer.groups
-        model = 1 if groups.model is None else groups.model.size
-        self.ranks = groups.dense.shard.size * groups.dense.across.size * model
+        self.ranks = prod(each.size for each in groups.everyone)
         # Whether the world size is that of the save, so that ranks can load their private data.
         self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
         trains = not isinstance(optimizer.base, NoOptimizer)

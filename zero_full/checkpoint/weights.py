@@ -86,9 +86,9 @@ def select(module: nn.Module, optimizer: ZeroOptimizer, names: Renaming | None =
     """
     optimizer.check_ranks_equal("saving or loading weights")
     groups = optimizer.groups
-    if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
+    if groups.expert is not None or any(each.size > 1 for each in groups.across_parts):
         raise ValueError(
-            "with experts or tensor-parallel layers, parameters of the same name differ between ranks. Use "
+            "with experts, tensor-parallel layers or pipeline stages, ranks hold different parameters. Use "
             "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
         )
     selection, origin = Selection(), dict[str, str]()

@@ -3,7 +3,8 @@
 data       ranks that train on different data; the state is sharded over them
 shard      a part of `data`: the state is sharded inside it and replicated in the other parts (HSDP, MiCS)
 replicate  ranks that hold the same slice as this one, one from each `shard`
-model      ranks that split single layers (tensor parallelism)
+tensor     ranks that split single layers (tensor parallelism)
+pipe       ranks that hold different layers (pipeline parallelism)
 expert, expert_data   ranks that hold different experts, and ranks that hold the same experts
 """
 
@@ -24,8 +25,10 @@ MESH_NAMES = {
     "data": ("data", "dp", "data_parallel"),
     "shard": ("shard", "fsdp", "dp_shard"),
     "replicate": ("replicate", "dp_replicate"),
-    "model": ("model", "tp", "tensor", "tensor_parallel"),
+    "tensor": ("tensor", "tp", "tensor_parallel", "model"),
+    "pipe": ("pipe", "pp", "pipeline"),
 }
+ROLES = ("data", "shard", "replicate", "tensor", "pipe", "expert", "expert_data")
 
 
 def marked_as_expert(name: str, parameter: Parameter) -> bool:
@@ -47,7 +50,8 @@ class Topology:
     data: dist.ProcessGroup | None = None
     shard: dist.ProcessGroup | None = None
     replicate: dist.ProcessGroup | None = None
-    model: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    pipe: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     expert_data: dist.ProcessGroup | None = None
     is_expert: Predicate = marked_as_expert
@@ -55,17 +59,18 @@ class Topology:
     opened: tuple[dist.ProcessGroup, ...] = ()  # opened for this topology: its engine closes them
 
     def __post_init__(self) -> None:
-        for role in ("data", "shard", "replicate", "model", "expert", "expert_data"):
+        for role in ROLES:
             if getattr(self, role) == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
                     f"rank {dist.get_rank()} is not in the `{role}` group that it was given. Every rank must "
                     "pass the group that it is a member of (new_group gives all others a placeholder)."
                 )
-        if self.model is not None and self.data is None and self.shard is None:
-            raise ValueError(
-                "a topology with a `model` group also needs a `data` group: the ranks that hold the same "
-                "parts of layers. In a mesh, add a dimension 'data', which may have size 1."
-            )
+        for role in ("tensor", "pipe"):
+            if getattr(self, role) is not None and self.data is None and self.shard is None:
+                raise ValueError(
+                    f"a topology with a `{role}` group also needs a `data` group: the ranks that hold the "
+                    "same parts of the model. In a mesh, add a dimension 'data', which may have size 1."
+                )
         if (self.shard is None) != (self.replicate is None):
             raise ValueError("a topology needs both `shard` and `replicate` groups, or neither")
         if (self.expert is None) != (self.expert_data is None):
@@ -78,7 +83,7 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
-        """The topology of a named mesh: ("data",), ("replicate", "shard"), ("data", "model"), ..."""
+        """The topology of a named mesh: ("data",), ("replicate", "shard"), ("data", "tensor"), ..."""
         names = mesh.mesh_dim_names
         if names is None:
             if mesh.ndim == 1:
@@ -104,8 +109,13 @@ class Topology:
     def from_mpu(cls, mpu: Any) -> "Topology":
         """The topology of a Megatron-style object, which has `get_data_parallel_group()` and the like."""
         getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
-        model = next((getattr(mpu, name)() for name in getters if hasattr(mpu, name)), None)
-        return cls(data=mpu.get_data_parallel_group(), model=model)
+        tensor = next((getattr(mpu, name)() for name in getters if hasattr(mpu, name)), None)
+        return cls(data=mpu.get_data_parallel_group(), tensor=tensor)
+
+    @property
+    def across_parts(self) -> list[dist.ProcessGroup]:
+        """The groups of ranks that hold different parts of the model: `tensor` and `pipe`."""
+        return [group for group in (self.tensor, self.pipe) if group is not None]
 
     def with_sub_groups(self, size: int) -> "Topology":
         """Copy of this topology, with shard groups of `size` neighbouring ranks (`mics_shard_size`)."""

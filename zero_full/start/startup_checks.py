@@ -53,9 +53,14 @@ def _store_of_call(purpose: str, ranks: Sequence[int]) -> Any:
 
 
 def gather_objects(mine: Any, topology: Topology) -> dict[int, Any]:
-    """Gather an object from every rank, by global rank. Every rank must call this."""
+    """Gather an object from every rank that has the same parameters, by global rank. All must call this."""
+    return _gather(mine, groups_of(topology))
+
+
+def _gather(mine: Any, groups: Sequence[dist.ProcessGroup]) -> dict[int, Any]:
+    """Gather an object over these groups, one after the other, by global rank."""
     known = {this_rank(): mine}
-    for group in groups_of(topology):
+    for group in groups:
         answers: list[Any] = [None] * group.size()
         try:
             dist.all_gather_object(answers, known, group=group)
@@ -125,11 +130,12 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failures = {rank: each for rank, each in gather_objects(text, topology).items() if each is not None}
+    answers = _gather(text, [*groups_of(topology), *topology.across_parts])
+    failures = {rank: each for rank, each in answers.items() if each is not None}
     if failures:
         rank, first_text = next(iter(failures.items()))
         own_error = failure or RuntimeError(f"initialize failed on rank {rank}: {first_text}")
-        raise print_once(own_error, _ranks_with(text or first_text, failures, members_of(topology)))
+        raise print_once(own_error, _ranks_with(text or first_text, failures, [*answers]))
     return result  # type: ignore[return-value]
 
 

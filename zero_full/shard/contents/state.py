@@ -123,8 +123,8 @@ class Contents:
 
     def part(self, expert: bool) -> str:
         """Return the suffix that distinguishes parameters of the same name on different ranks, or ""."""
-        model, experts = self.groups.model, self.groups.between_experts
-        part = "" if model is None or model.size == 1 else f"@model{model.rank}"
+        tensor, experts = self.groups.tensor, self.groups.between_experts
+        part = "" if tensor is None or tensor.size == 1 else f"@model{tensor.rank}"  # its name in files
         return part + (f"@expert{experts.rank}" if expert and experts is not None else "")
 
     def _key(self, group: ParameterGroup, name: str) -> str:

@@ -247,8 +247,8 @@ class Dealer:
                 f"{name} is marked as an expert, but there are no expert groups. "
                 "Pass topology=Topology(expert=..., expert_data=...)"
             )
-        model = self.groups.model
-        in_norm = model is None or model.rank == 0 or self.topology.is_split(name, param)
+        tensor = self.groups.tensor
+        in_norm = tensor is None or tensor.rank == 0 or self.topology.is_split(name, param)
         asleep = trained and not param.requires_grad
         run_dtype = self.settings.dtypes.of(param.dtype, name)
         return Kind(param.dtype, run_dtype, param.device, expert, in_norm, trained, asleep)

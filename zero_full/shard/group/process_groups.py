@@ -46,7 +46,8 @@ class Groups:
     dense: Pair
     expert: Pair | None
     between_experts: Communicator | None  # ranks that hold different experts
-    model: Communicator | None  # ranks that split single layers (tensor parallelism)
+    tensor: Communicator | None  # ranks that split single layers (tensor parallelism)
+    pipe: Communicator | None  # ranks that hold different layers (pipeline parallelism)
     data_ranks: int  # number of ranks that average gradients
     traffic: Traffic
     communicators: list[Communicator]  # all of them
@@ -65,10 +66,14 @@ class Groups:
                 others.callback(communicator.close)
 
     @property
+    def across_parts(self) -> list[Communicator]:
+        """The communicators between ranks that hold different parts of the model."""
+        return [each for each in (self.tensor, self.pipe) if each is not None]
+
+    @property
     def everyone(self) -> list[Communicator]:
         """The communicators that reach every rank of the step, if they are used one after the other."""
-        groups = [self.dense.shard, self.dense.across]
-        return [*groups, self.model] if self.model is not None else groups
+        return [self.dense.shard, self.dense.across, *self.across_parts]
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
@@ -151,9 +156,12 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     if topology.expert_data is not None:
         flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
         expert = connection.pair(flat, topology.expert_data, None)
-    model = connection.to(topology.model) if topology.model is not None else None
+    tensor = connection.to(topology.tensor) if topology.tensor is not None else None
+    pipe = connection.to(topology.pipe) if topology.pipe is not None else None
     between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
     user_calls = [UserCalls(each, made) for each in (dense.shard, dense.across) if each.store is not None]
-    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, made, opened, user_calls)
+    return Groups(
+        dense, expert, between_experts, tensor, pipe, ranks, connection.traffic, made, opened, user_calls
+    )

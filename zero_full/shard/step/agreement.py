@@ -98,8 +98,8 @@ class Agreement:
         if groups.expert is not None:
             experts = [group for group in trained if group.kind.expert]
             self.sides.append(_Side(groups.expert, experts))
-        model = groups.model is not None and groups.model.size > 1
-        self.has_peers = model or any(side.has_peers for side in self.sides)
+        parts = any(each.size > 1 for each in groups.across_parts)
+        self.has_peers = parts or any(side.has_peers for side in self.sides)
 
     def exchange(self, said: Said) -> Agreed:
         """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
@@ -128,18 +128,18 @@ class Agreement:
     def _add_up(self, said: Said, counts: bool, exactly: bool) -> list[float]:
         """Return all ranks' squares, stops, alarms, late and changed groups, then marks and flags by side."""
         groups = self.groups
-        if len(self.sides) == 1 and groups.model is None:
+        if len(self.sides) == 1 and groups.tensor is None and groups.pipe is None:
             total = self.sides[0].add_up(said, counts, exactly)
         else:
             vectors = [side.add_up(said, counts, exactly) for side in self.sides]
             squares = torch.stack([vector[:SQUARES] for vector in vectors])
-            # Expert ranks hold different experts, and model-parallel ranks different parameters: both have
-            # squares of their own to add. Dense gradients are equal on all expert ranks.
+            # Expert ranks hold different experts, tensor and pipe ranks different parameters. All have
+            # squares to add. Dense gradients are equal on all expert ranks.
             if groups.between_experts is not None:
                 groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
             head = torch.cat([squares.sum(0), vectors[0][STOPS:MARKS]])  # every rank has the dense side
-            if groups.model is not None:
-                groups.model.sum_numbers(head, "squared gradient norm")
+            for parts in groups.across_parts:
+                parts.sum_numbers(head, "squared gradient norm")
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
         numbers: list[float] = total.tolist()
         return numbers
