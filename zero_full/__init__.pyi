@@ -44,6 +44,10 @@ from zero_full.optim import Whole as Whole
 from zero_full.optim import WholeRule as WholeRule
 from zero_full.optim import ZeroOneAdam as ZeroOneAdam
 from zero_full.optim import muon_groups as muon_groups
+from zero_full.pipeline.engine import PipelineEngine as PipelineEngine
+from zero_full.pipeline.module import LayerSpec as LayerSpec
+from zero_full.pipeline.module import PipelineModule as PipelineModule
+from zero_full.pipeline.module import TiedLayerSpec as TiedLayerSpec
 from zero_full.plan import Plan as Plan
 from zero_full.plan import plan_stages as plan_stages
 from zero_full.precision import Dtypes as Dtypes

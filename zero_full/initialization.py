@@ -23,6 +23,8 @@ from zero_full.engine.monitors import Monitors, is_monitored
 from zero_full.errors import ConfigError
 from zero_full.formatting import listed
 from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
+from zero_full.pipeline.module import PipelineModule
+from zero_full.pipeline.setup import open_pipeline, pipeline_engine
 from zero_full.settings import Settings
 from zero_full.shard.deal.units import Wrap
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -71,7 +73,8 @@ def initialize(
 ) -> tuple[Engine, ZeroOptimizer, Any, Any]:
     """Wrap `model` in an engine. Returns (engine, optimizer, data loader, LR scheduler).
 
-    model             moved to this rank's device; every rank gets the first rank's values
+    model             moved to this rank's device; every rank gets the first rank's values. A PipelineModule
+                      gets a PipelineEngine
     optimizer         an instance, a class or a function of the parameters; None: the config's. If the config
                       has none, the engine runs forward only; at stage 0 it also averages gradients, for an
                       optimizer of your own
@@ -90,7 +93,8 @@ def initialize(
     assert model is not None
     if dist_init_required is not False:
         init_distributed()
-    topology = _topology(**given)
+    is_pipeline = isinstance(model, PipelineModule)
+    topology = open_pipeline(model, given) if isinstance(model, PipelineModule) else _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
 
     read = partial(
@@ -98,6 +102,9 @@ def initialize(
     )
     resolved, settings, monitors = attempt(read, topology)
     checked = resolved.config
+    kind: Callable[..., Engine] = Engine
+    if isinstance(model, PipelineModule):
+        kind = pipeline_engine(model, topology, checked)
     make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)
     facts, shard_ranks = {"configuration": facts_of_config(checked)}, shard_ranks_of(checked, data_ranks)
     accumulation = accumulation_of(checked)
@@ -109,8 +116,8 @@ def initialize(
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     device = wrapped.groups.dense.shard.device
-    plan = partial(_planned, model, wrapped, checked, data_ranks)
-    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
+    plan = dict if is_pipeline else partial(_planned, model, wrapped, checked, data_ranks)
+    engine = kind(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
     if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise
         attempt(partial(engine.record, path, checked.debug.record_steps), topology)
     if engine.reporting is not None:
@@ -263,6 +270,8 @@ def _warnings(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
             f"{len(names)} parameters require gradients and are in no parameter group of the optimizer, so "
             f"they are not trained: {listed(names)}"
         )
+    if config.pipeline.model_fields_set and not isinstance(engine.module, PipelineModule):
+        yield '"pipeline" has no effect: the model is no PipelineModule'
     used = "passed to initialize is used instead of the configuration's"
     if optimizer is not None and config.optimizer is not None:
         yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'

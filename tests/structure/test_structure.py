@@ -27,6 +27,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"initialization"},
     {"plan"},
     {"assemble"},
+    {"pipeline"},
     {"engine"},
     {"checkpoint", "flight", "start"},
     {"shard.access"},

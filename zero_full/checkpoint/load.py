@@ -7,7 +7,7 @@ rank reads its own ranges.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -83,13 +83,17 @@ def load_checkpoint(
     async_saves_of(optimizer).wait()
     optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
+    elsewhere = set[str]()  # names of other pipeline stages
+    if optimizer.groups.pipe is not None:
+        everyones = attempt.agree([clean_name(name) for part in own_and_made(module) for name in part])
+        elsewhere.update(*everyones.values())
 
     def open_and_check() -> None:
         optimizer.catch_up()
         if tag is None and not holds_latest(Path(directory)):
             return
         source = open_checkpoint(Path(directory), tag)
-        load.append(CheckpointLoad(module, optimizer, source, wanted, extras))
+        load.append(CheckpointLoad(module, optimizer, source, wanted, extras, elsewhere))
         try:
             load[0].check()
         except CheckpointError:
@@ -131,8 +135,16 @@ class CheckpointLoad:
     """One rank's part of a load."""
 
     def __init__(
-        self, module: nn.Module, optimizer: ZeroOptimizer, source: Source, wanted: LoadOptions, extras: Extras
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer,
+        source: Source,
+        wanted: LoadOptions,
+        extras: Extras,
+        elsewhere: Collection[str] = (),
     ) -> None:
+        """`elsewhere`: names of tensors that other pipeline stages load."""
+        self.elsewhere = elsewhere
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.own_tensors, self.made = own_and_made(module)
@@ -142,6 +154,8 @@ class CheckpointLoad:
         self.ranks = prod(each.size for each in groups.everyone)
         # Whether the world size is that of the save, so that ranks can load their private data.
         self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
+        pipe, about = 1 if groups.pipe is None else groups.pipe.size, source.shared.get("about", {})
+        self.same_ranks = self.same_ranks and about.get("pipeline_ranks", 1) == pipe
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values = SourceValues(source)
@@ -197,12 +211,16 @@ class CheckpointLoad:
         unexpected = []
         for key in self.source.tensors.keys() - used:
             kind, _, name = key.partition("/")
-            if kind.partition("@")[0] in (PARAMETERS, BUFFERS) and kind.partition("@")[2] in mine:
+            is_wanted = kind.partition("@")[0] in (PARAMETERS, BUFFERS) and kind.partition("@")[2] in mine
+            if is_wanted and name not in self.elsewhere:
                 unexpected.append(name)
         if self.source.savers:  # other formats do not separate extra state from tensors
             saved = self.source.shared["others"].keys()
             made = {clean_name(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
-            missing, unexpected = [*missing, *(made - saved)], [*unexpected, *(saved - made)]
+            missing, unexpected = (
+                [*missing, *(made - saved)],
+                [*unexpected, *(saved - made - {*self.elsewhere})],
+            )
         self._check_names(wrong, sorted(missing), sorted(unexpected))
 
     def _check_names(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ see [Note: asynchronous saves] in `async_save.py`.
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -30,7 +30,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import by_value
 from zero_full.shard.access.gathered_parameters import names_and_values
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS, STATE, Chunk
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -82,7 +82,16 @@ def save_checkpoint(
     buffers = {} if contents is None else contents.buffers()
     same = {"directory": str(place), "tag": tag, **asdict(options)}
     digests = {key: digest(chunk.values) for key, chunk in buffers.items()}
-    everyones = attempt.agree({"same": same, "nonce": secrets.token_hex(4), "buffers": digests})
+    mine = {"same": same, "nonce": secrets.token_hex(4), "buffers": digests}
+    groups = optimizer.groups
+    if (
+        groups.pipe is not None
+        and contents is not None
+        and groups.dense.shard.rank == groups.dense.across.rank == 0
+    ):
+        mine["names"] = contents.names()  # of this rank's pipeline stages
+    everyones = attempt.agree(mine)
+    names = merged_names([each["names"] for each in everyones.values() if "names" in each])
     _check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
     is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
     firsts = {k: v for _, each in sorted(everyones.items(), reverse=True) for k, v in each["buffers"].items()}
@@ -94,12 +103,12 @@ def save_checkpoint(
         plain = {
             "numbers": optimizer.contents.numbers(every=False),
             "private": {"random": rng_states(), "buffers": own, "kept": kept},
-            "shared": contents.shared(extras, client_state or {}) if is_first else {},
+            "shared": contents.shared(extras, client_state or {}, names) if is_first else {},
         }
         payload = payload_of(this_rank(), contents.shares(), plain)
         if options.asynchronous:
             payload = saves.staging.copy(payload)
-        about = about_of(module, optimizer, len(everyones), extras.counters)
+        about = about_of(module, optimizer, len(everyones), extras.counters, names)
         save = CheckpointSave(place, tag, nonce, payload, about, tuple(everyones), options)
         if is_first:
             disk.make_folders(place)
@@ -127,20 +136,54 @@ def save_checkpoint(
 
 
 def about_of(
-    module: nn.Module, optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    ranks: int,
+    counters: Mapping[str, Any],
+    names: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the checkpoint's summary for people, with a hash that identifies the model."""
-    shapes = sorted((clean_name(name), tuple(p.shape)) for name, p in module.named_parameters())
+    """Return the checkpoint's summary for people, with a hash that identifies the model.
+
+    names  of all pipeline stages, see `merged_names`; None: the module is the whole model
+    """
+    shapes = shapes_of(module) if names is None else sorted(names["shapes"])
+    pipe = optimizer.groups.pipe
+    stages = {"pipeline_ranks": pipe.size} if pipe is not None else {}
     dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.parts.flats})
     return {
         "world_size": ranks,
         "stage": optimizer.settings.stage,
         "step": counters.get("global_steps"),
         "parameters_in": dtypes,
+        **stages,
         "optimizer": type(optimizer.base).__name__,
         "torch": torch.__version__,
         "model": blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
     }
+
+
+def shapes_of(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the module's parameters, sorted."""
+    return sorted((clean_name(name), tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def merged_names(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return `SaveContents.names` of all pipeline stages together; None without a pipeline."""
+    if not parts:
+        return None
+    merged: dict[str, Any] = {}
+    for key, value in parts[0].items():
+        values = [part[key] for part in parts]
+        if key == "members":  # by parameter group
+            merged[key] = [
+                list(dict.fromkeys(name for part in group for name in part))
+                for group in zip(*values, strict=True)
+            ]
+        elif isinstance(value, dict):
+            merged[key] = {name: each for part in values for name, each in part.items()}
+        else:
+            merged[key] = list(dict.fromkeys(name for part in values for name in part))
+    return merged
 
 
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
@@ -177,7 +220,7 @@ class SaveContents:
     """This rank's state to save, between two steps."""
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, exclude_frozen: bool) -> None:
-        self.optimizer = optimizer
+        self.module, self.optimizer = module, optimizer
         self.named = names_and_values(module)
         self.frozen = [clean_name(n) for n, p in module.named_parameters() if not p.requires_grad]
         self.excluded = self.frozen if exclude_frozen else []
@@ -212,30 +255,44 @@ class SaveContents:
             for tensor, name in self.first.items()
             if not tensor.numel()
         ]
-        left_out = set(self.excluded)
+        left_out, is_copy = set(self.excluded), self.optimizer.groups.is_copy
         kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.own, *self.whole))
         return empty + [
             share_of(chunk)
             for chunk, kind, name in kinds
             if not (kind.startswith(PARAMETERS) and name in left_out)
+            and not is_copy(name.partition("/")[2] if kind.startswith(STATE) else name)
         ]
 
-    def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved data other than tensors that are equal on all ranks."""
+    def names(self) -> dict[str, Any]:
+        """Return what is saved of this rank's parameters and buffers other than tensors."""
         others = {clean_name(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
-        scheduler = extras.lr_scheduler
         return {
-            **self.optimizer.facts(),
-            "counters": dict(extras.counters),
+            "asleep": self.optimizer.facts()["asleep"],
             "members": group_members(self.optimizer),
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-            **({} if scheduler is None else {"schedule": type(scheduler).__name__}),
-            "client_state": dict(client_state),
             "frozen": self.frozen,
             "excluded": self.excluded,
             "aliases": {
                 clean_name(name): clean_name(first) for name, first in names.items() if name != first
             },
             "others": others,
+            "shapes": shapes_of(self.module),
+        }
+
+    def shared(
+        self, extras: Extras, client_state: Mapping[str, Any], names: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the saved data other than tensors that are equal on all ranks.
+
+        names  of all pipeline stages; None: of this rank's module, which is the whole model
+        """
+        scheduler = extras.lr_scheduler
+        return {
+            **self.optimizer.facts(),
+            "counters": dict(extras.counters),
+            **{k: v for k, v in (self.names() if names is None else names).items() if k != "shapes"},
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            **({} if scheduler is None else {"schedule": type(scheduler).__name__}),
+            "client_state": dict(client_state),
         }

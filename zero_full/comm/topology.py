@@ -43,6 +43,11 @@ def marked_as_split(name: str, parameter: Parameter) -> bool:
     )
 
 
+def no_copy(name: str, parameter: object = None) -> bool:
+    """Whether another pipeline stage owns a tied parameter or buffer: by default, no stage has such."""
+    return False
+
+
 @dataclass(frozen=True)
 class Topology:
     """The process groups of this rank. All are optional: by default all ranks are data-parallel."""
@@ -56,6 +61,7 @@ class Topology:
     expert_data: dist.ProcessGroup | None = None
     is_expert: Predicate = marked_as_expert
     is_split: Predicate = marked_as_split
+    is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
     opened: tuple[dist.ProcessGroup, ...] = ()  # opened for this topology: its engine closes them
 
     def __post_init__(self) -> None:

@@ -124,6 +124,21 @@ class AutocastConfig(Strict):
     ] = None
 
 
+class PipelineConfig(Strict):
+    """Pipeline parallelism of a PipelineModule, which defines the stages itself."""
+
+    schedule: Annotated[
+        Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"], BeforeValidator(lower)
+    ] = "1f1b"
+    activation_checkpoint_interval: Size = 0  # above 0: in place of the PipelineModule's
+    stages: Count | Literal["auto"] = "auto"  # a number must be the PipelineModule's
+    partition: str = "best"  # another value must be the PipelineModule's
+    seed_layers: Annotated[Flag, idle("layer N is always built with the seed base_seed + N")] = False
+    pipe_partitioned: Annotated[Flag, idle("activations are not split over tensor-parallel ranks")] = True
+    grad_partitioned: Annotated[Flag, idle("gradients are not split over tensor-parallel ranks")] = True
+    use_reentrant: Annotated[Flag, idle("activations are recomputed without re-entrant backward")] = True
+
+
 class ParallelWriteConfig(Strict):
     """Distribution of checkpoint writes with pipeline parallelism."""
 
@@ -339,7 +354,7 @@ class Config(Strict):
         Section, missing("DeepSpeed's expert parallelism is not implemented", "use false", "enabled")
     ] = {}
     use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism uses it")] = False
-    pipeline: Annotated[Section, idle("only pipeline parallelism uses it")] = {}
+    pipeline: PipelineConfig = PipelineConfig()
     hybrid_engine: Annotated[
         Section, missing("", "call the engine, or generate inside unwrap_model_for_generation", "enabled")
     ] = {}

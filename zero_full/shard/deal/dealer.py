@@ -249,6 +249,7 @@ class Dealer:
             )
         tensor = self.groups.tensor
         in_norm = tensor is None or tensor.rank == 0 or self.topology.is_split(name, param)
+        in_norm = in_norm and not self.topology.is_copy(name, param)
         asleep = trained and not param.requires_grad
         run_dtype = self.settings.dtypes.of(param.dtype, name)
         return Kind(param.dtype, run_dtype, param.device, expert, in_norm, trained, asleep)

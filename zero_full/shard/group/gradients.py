@@ -125,6 +125,14 @@ class FlatGradients:
             member.param.grad = None
             self._copy_in(member, grad, final)
 
+    def own(self, member: Member) -> Tensor | None:
+        """Return this rank's own gradient of a parameter, to be changed in place before it is reduced."""
+        if self.uses_param_grad:
+            return member.param.grad
+        if self.local_grads is None or member not in self.arrived:
+            return None
+        return self.local_grads[self.windows[member.index]].view(member.param.shape)
+
     def detach(self) -> list[tuple[Member, Tensor]]:
         """Detach the gradients that are still in `param.grad`, for `reduce` to copy them."""
         here = []

@@ -54,7 +54,7 @@ class Kind:
     run_dtype: torch.dtype  # during training
     device: torch.device
     expert: bool = False
-    in_norm: bool = True  # False: another tensor-parallel rank counts the same gradients in the norm
+    in_norm: bool = True  # False: another rank of `tensor` or `pipe` counts the same gradients in the norm
     trained: bool = True
     asleep: bool = False  # in an optimizer group, but frozen at first
     released_at_rest: bool = False  # gathered for use only

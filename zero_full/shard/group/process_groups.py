@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
-from zero_full.comm.topology import Topology, new_group, ranks_of
+from zero_full.comm.topology import Topology, new_group, no_copy, ranks_of
 from zero_full.comm.traffic import Traffic
 from zero_full.comm.user_calls import UserCalls
 from zero_full.precision.norms import has_fp64
@@ -53,6 +53,7 @@ class Groups:
     communicators: list[Communicator]  # all of them
     opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
     user_calls: list[UserCalls]  # of the `shard` and `across` ranks
+    is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
 
     def close(self) -> None:
         """Close all communicators, and destroy process groups of this engine. Every rank must call this.
@@ -162,6 +163,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     ranks = dense.shard.size * dense.across.size
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
     user_calls = [UserCalls(each, made) for each in (dense.shard, dense.across) if each.store is not None]
+    traffic, is_copy = connection.traffic, topology.is_copy
     return Groups(
-        dense, expert, between_experts, tensor, pipe, ranks, connection.traffic, made, opened, user_calls
+        dense, expert, between_experts, tensor, pipe, ranks, traffic, made, opened, user_calls, is_copy
     )

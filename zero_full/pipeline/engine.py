@@ -1,0 +1,335 @@
+"""`PipelineEngine`: trains a `PipelineModule`, one batch of micro-batches at a time.
+
+    train_batch   read micro-batches; run torch's schedule, whose backward passes leave gradients on this
+                  rank; sum the gradients of tied layers; step
+    the step      the engine's own: gradients are averaged over the ranks with the same stages, and norm,
+                  clipping and overflow are of all stages
+
+Besides the step, ranks exchange a few numbers twice in a batch: before the schedule, whether a rank has no
+data or new shapes, and after it, the loss and whether a rank has failed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.topology import Topology
+from zero_full.engine.engine import STATES_OFFLOADED, Engine
+from zero_full.engine.forward_hooks import ForwardHooks
+from zero_full.engine.loader import RepeatingLoader
+from zero_full.optim.one_bit import OneBitOptimizer
+from zero_full.pipeline.data import MicroBatches, Signature, read_micro_batches
+from zero_full.pipeline.handover import Handover
+from zero_full.pipeline.module import PipelineModule
+from zero_full.pipeline.schedules import make_schedule
+from zero_full.pipeline.stage import LOSS, RunningBatch, Stage, StageLayers, as_is, find_handover
+from zero_full.pipeline.tied import Tie, sum_gradients
+from zero_full.precision.dtypes import NAMES
+from zero_full.shard.step.agreement import gather_messages, numbers_on
+
+WHOLE_BATCHES = (
+    "a PipelineEngine runs whole batches, not {call}: call train_batch(data_iter) or eval_batch(data_iter) "
+    "on every rank"
+)
+PARTS = (
+    "{call}: each rank has the layers of its own stages only. Save a checkpoint (save_checkpoint), and write "
+    "its weights to one file by `python -m zero_full export`"
+)
+
+
+class PipelineEngine(Engine):
+    """Trains a `PipelineModule`. `Engine` documents what both have: checkpoints, metrics, counters.
+
+    module          the PipelineModule, with the layers of this rank's stages
+    data_iterator   yields this rank's pairs (inputs, labels) if `train_batch` gets no iterator; None: none
+    """
+
+    module: PipelineModule
+
+    def __init__(self, *engine: Any, topology: Topology, ties: list[Tie], **named: Any) -> None:
+        """
+        engine, named  the arguments of `Engine`
+        topology       the groups of the optimizer
+        ties           the tied modules that this rank shares with other places
+        """
+        super().__init__(*engine, **named)
+        self.topology, module = topology, self.module
+        if isinstance(self.basic_optimizer, OneBitOptimizer) and (keys := module.shared_keys()):
+            name = type(self.basic_optimizer).__name__
+            self.destroy()
+            raise ValueError(
+                f"{name} averages with compression, which would let the copies of tied layers on several "
+                f"stages ({', '.join(keys)}) drift apart. Use another optimizer, or untie them"
+            )
+        self._is_first_place = 0 in module.stages
+        self._is_last_place = module.total_stages - 1 in module.stages
+        self.data_iterator: Iterator[Any] | None = None
+        if self.training_dataloader is not None:
+            self.data_iterator = RepeatingLoader(self.training_dataloader)
+        groups = self.optimizer.groups
+        self._ties = [
+            (tie, Communicator(tie.group, self.device, groups.traffic, None, "tied layers", False))
+            for tie in ties
+        ]
+        groups.communicators.extend(communicator for _, communicator in self._ties)
+        groups.opened.extend(tie.group for tie in ties)
+        self._chunks: list[StageLayers] = []
+        self._schedule: Any = None
+        self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
+        self._in_batch = False
+
+    def _make_forward_hooks(self) -> ForwardHooks:
+        return ForwardHooks(self.module, self.optimizer, scales_outputs=False)  # stages do it themselves
+
+    # Batches -------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on the next `micro_batches` micro-batches. Every rank must call this.
+
+        data_iter  yields pairs (inputs, labels); only ranks with the first or the last stage read it, and
+                   both must get the same data. None: the iterator of `set_dataiterator` or of `training_data`
+
+        Returns the mean loss over micro-batches and data-parallel ranks, equal on every rank. Raises
+        StopIteration on every rank if all iterators have ended. If a rank fails, all ranks raise, and
+        nothing has changed.
+        """
+        self._check_ready("train_batch")
+        self.module.train()
+        scaler, count = self.optimizer.scaler, self.micro_batches
+        loss = self._run_batch(data_iter, lambda loss: scaler.times(loss / count), trains=True)
+        for tie, communicator in self._ties:
+            sum_gradients(tie, communicator, self.optimizer.reducer)
+        self.accumulation.micro_steps += count - 1
+        super().step()
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Return the mean loss of the next `micro_batches` micro-batches, in evaluation mode.
+
+        Every rank must call this. See `train_batch`.
+        """
+        self._check_ready("eval_batch")
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return self._run_batch(data_iter, as_is, trains=False)
+        finally:
+            self.module.train(was_training)
+
+    def _run_batch(
+        self, data_iter: Iterator[Any] | None, weigh: Callable[[Tensor], Tensor], trains: bool
+    ) -> Tensor:
+        """Run the schedule, and return the mean loss. Gradients stay on this rank."""
+        count = self.micro_batches
+        data = self.data_iterator if data_iter is None else data_iter
+        # The position in `training_data` is to be equal on all ranks: a checkpoint has it once.
+        is_own = data is self.data_iterator and self.training_dataloader is not None
+        first, last = self._is_first_place, self._is_last_place
+        read = read_micro_batches(data, count, self.device, first, last, is_own)
+        if self._compare(read, (read.signature, count)):
+            self._build(read, count)
+        batch = RunningBatch(read.inputs, read.labels, weigh)
+        for chunk in self._chunks:
+            chunk.batch = batch
+        if trains and self._meter is not None:
+            for inputs in read.inputs:
+                self._meter.count_tokens((inputs,), {})
+        numbers = torch.arange(count)
+        schedule = self._schedule
+        self.accumulation.boundary = False  # gradients are averaged once, in the step
+        try:
+            run = schedule.step if trains else schedule.eval
+            run(
+                *([numbers] if self._is_first_place else []),
+                target=numbers if self._is_last_place else None,
+                return_outputs=False,
+            )
+            return self._end_batch(batch, trains)
+        except BaseException:
+            self.optimizer.zero_grad()
+            raise
+        finally:
+            self.accumulation.boundary = None
+            for chunk in self._chunks:
+                chunk.batch = RunningBatch()
+
+    def _compare(self, read: MicroBatches, wanted: tuple[Signature, int]) -> bool:
+        """Raise on every rank if one cannot begin. Return whether any rank needs other shapes than before."""
+        is_new = self._built_for != wanted
+        told = self._add_up([float(bool(read.problem)), float(read.ended), float(is_new), 1.0])
+        if told[0]:
+            readers = self._add_up([float(read.was_read)])[0]
+            if told[1] == told[0] == readers:
+                raise StopIteration
+            self._raise_together(read.problem, read.error)
+        return told[2] > 0
+
+    def _end_batch(self, batch: RunningBatch, trains: bool) -> Tensor:
+        """Return the mean loss; raise on every rank if one has failed."""
+        problem, own = batch.problem, 0.0
+        if not problem and trains and not self.optimizer.reducer.used:
+            problem = (
+                f"no parameter of stages {self.module.stages} got a gradient: the loss does not depend on "
+                "them. Freeze nothing that a whole stage consists of, or use fewer stages"
+            )
+        losses = batch.losses
+        if losses and not problem:
+            mean = torch.stack([loss.float() for loss in losses]).double().mean()
+            own = mean.item()
+        told = self._add_up([float(bool(problem)), own])
+        if told[0]:
+            self._raise_together(problem, batch.failure)
+        loss = torch.tensor(told[1] / self.world_size, dtype=torch.float32, device=self.device)
+        if trains:
+            if losses:
+                for each in losses:
+                    self.accumulation.add_loss(each / len(losses))
+            elif torch.isfinite(loss):  # for `metrics` and log lines: this rank has no loss of its own
+                self.accumulation.add_loss(loss)
+        return loss
+
+    def _add_up(self, numbers: list[float]) -> list[float]:
+        """Return the sums of a few numbers over all ranks. Every rank must call this."""
+        vector = numbers_on(self.device, numbers)
+        for group in self.optimizer.groups.everyone:
+            group.sum_numbers(vector, "losses and failures of a batch")
+        summed: list[float] = vector.tolist()
+        return summed
+
+    def _raise_together(self, problem: str, error: Exception | None) -> NoReturn:
+        """Raise the problems of all ranks on every rank."""
+        mine = [f"rank {self.global_rank}: {problem}"] if problem else []
+        told = gather_messages(self.optimizer.groups, mine, "what went wrong in a batch")
+        raise RuntimeError(f"the batch failed, and nothing has changed. {'; '.join(sorted(told))}") from error
+
+    def _check_ready(self, call: str) -> None:
+        if self.optimizer.closed:
+            raise RuntimeError(f"{call} after destroy. Initialize the model again")
+        if self.optimizer.offloaded.copies:
+            raise RuntimeError(STATES_OFFLOADED % call)
+        self.optimizer.check_model_unchanged()
+
+    # The schedule --------------------------------------------------------------------------------
+
+    def _build(self, read: MicroBatches, count: int) -> None:
+        """Find the shapes between stages, and make torch's schedule for them. Every rank must call this."""
+        module, pipe = self.module, self.topology.pipe
+        assert pipe is not None
+        self._built_for, self._schedule = None, None
+        autocast, casts_to = self._precision()
+        self._chunks, takes, inputs, problem = [], None, None, ""
+        known = self.optimizer.groups.pipe
+        for stage in range(module.total_stages):
+            here: tuple[str, Handover] | None = None
+            if stage in module.stages:
+                chunk = StageLayers(module, stage, takes, LOSS, self.device, autocast, casts_to, self._time)
+                self._chunks.append(chunk)
+                try:
+                    inputs = read.inputs[0] if takes is None else takes.example(self.device)
+                    chunk.gives = find_handover(chunk, inputs)
+                    here = "", chunk.gives
+                except Exception as error:
+                    what = f"rank {self.global_rank}: forward of stage {stage}, micro-batch 0"
+                    here = f"{what}: {type(error).__name__}: {error}", LOSS
+            found = [here] if known is None else known.gather_objects(here, f"the output of stage {stage}")
+            problem, takes = next(each for each in found if each is not None)
+            if problem:
+                break
+        told = gather_messages(self.optimizer.groups, [problem] if problem else [], "shapes between stages")
+        if told:
+            raise RuntimeError(f"the batch failed, and nothing has changed. {'; '.join(sorted(told))}")
+        index = (torch.empty(1, dtype=torch.int64, device="meta"),)
+        stages = [Stage(c, self.optimizer.reducer, pipe, module.total_stages, index) for c in self._chunks]
+        self._schedule = make_schedule(self.config.pipeline.schedule, stages, count, _first_argument)
+        self._built_for = read.signature, count
+
+    def _precision(self) -> tuple[Callable[[], AbstractContextManager[Any]], torch.dtype | None]:
+        section = self.config.torch_autocast
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if section.enabled:
+            autocast = partial(torch.autocast, self.device.type, NAMES[section.dtype or "bf16"])
+        return autocast, torch.float16 if self.config.fp16.auto_cast else None
+
+    def _time(self, phase: str) -> AbstractContextManager[Any]:
+        return self._timed[phase]()
+
+    # DeepSpeed's names ---------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a batch: `gradient_accumulation_steps`."""
+        return self.accumulation.micro_batches
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.module.place
+
+    @property
+    def num_stages(self) -> int:
+        """The ranks of one pipeline."""
+        return self.module.num_stages
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank has the first stage, and so reads inputs."""
+        return self._is_first_place
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank has the last stage, and so reads labels."""
+        return self._is_last_place
+
+    def is_pipe_parallel(self) -> bool:
+        """Return whether a pipeline has several ranks."""
+        return self.num_stages > 1
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read batches from this iterator, if a call gets none."""
+        self.data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read batches from this loader again and again, if a call gets no iterator."""
+        self.training_dataloader = loader
+        self.data_iterator = RepeatingLoader(loader)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> NoReturn:
+        """Raise: a pipeline runs whole batches."""
+        raise RuntimeError(WHOLE_BATCHES.format(call="forward"))
+
+    def backward(self, *loss: Any, **options: Any) -> NoReturn:
+        """Raise: a pipeline runs whole batches."""
+        raise RuntimeError(WHOLE_BATCHES.format(call="backward"))
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        """Raise: a pipeline runs whole batches."""
+        raise RuntimeError(WHOLE_BATCHES.format(call="scale"))
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
+        """Raise: a pipeline runs whole batches."""
+        raise RuntimeError(WHOLE_BATCHES.format(call="step"))
+
+    # What needs the whole model on every rank ------------------------------------------------------
+
+    def save_weights(self, directory: str | PathLike[str], *options: Any, **named: Any) -> NoReturn:
+        """Raise: a rank has only its stages' layers."""
+        raise RuntimeError(PARTS.format(call="save_weights"))
+
+    def load_weights(self, path: str | PathLike[str], *options: Any, **named: Any) -> NoReturn:
+        """Raise: a rank has only its stages' layers."""
+        raise RuntimeError(PARTS.format(call="load_weights"))
+
+    def save_16bit_model(self, save_dir: str | Path, *options: Any, **named: Any) -> NoReturn:
+        """Raise: a rank has only its stages' layers."""
+        raise RuntimeError(PARTS.format(call="save_16bit_model"))
+
+
+def _first_argument(output: Tensor, number: Tensor) -> Tensor:
+    """Return the output of the last stage, which is the loss already."""
+    return output
