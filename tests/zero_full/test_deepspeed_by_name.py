@@ -57,7 +57,7 @@ MISSING = {  # a statement -> what its error says
     "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF": "no sequence parallel",
     "from deepspeed.utils import groups": "deepspeed.utils.groups does not exist here",
     "from deepspeed.runtime import nothing": "zero_full stands in for DeepSpeed 0.19.6",
-    "import deepspeed.pipe": "no pipeline parallelism",
+    "import deepspeed.pipe": "zero_full.PipelineModule",
 }
 
 

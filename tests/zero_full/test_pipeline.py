@@ -1,17 +1,23 @@
 """A pipeline trains as the whole model does: 2 and 4 stages, one and two data ranks, every schedule."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
 
 import pytest
 import torch
 
 from tests.worlds import POOL, run_each
 from tests.zero_full.pipeline_runs import Case, beside_whole, continued, resumed, saved
+from zero_full.examples.pipeline import main
 
 STEPS = 4
 # The whole model adds up a tied weight's gradients in 16 bits, the pipeline in 32.
 ROUNDED = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+IN_FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": gettempdir()}}
 
 ONE_DATA_RANK = [
     Case(2),
@@ -40,6 +46,7 @@ LONG = {
         Case(2, zero=0, optimizer="OneBitAdam", params={"freeze_step": 2}, tied=False),
         Case(2, optimizer="ZeroOneAdam", tied=False),
         Case(2, more={"offload_optimizer": {"device": "cpu", "super_offload": True}}, precision="bf16"),
+        Case(2, more=IN_FILES, precision="bf16"),
         Case(2, more={"overlap_comm": True, "reduce_bucket_size": 70}),
     ],
     4: [
@@ -94,3 +101,21 @@ def test_a_checkpoint_is_loaded_at_other_stages_and_ranks(tmp_path: Path) -> Non
     assert all(torch.equal(whole[name], state[name].to(whole[name].dtype)) for name in whole)
     after = run_each(continued, 4, [(Case(2, seed=8, precision="bf16"), tmp_path)])
     assert after[0][0] == losses  # bit for bit at the same layout
+
+
+def of_the_example(comm: Any, folder: Path) -> list[list[str]]:
+    """What the example prints in two runs, of which the second has other stages, and in one whole run."""
+    halves, whole = [], []
+    for out, stages, steps, printed in (("a", 2, 3, halves), ("a", 4, 5, halves), ("b", 4, 5, whole)):
+        with redirect_stdout(StringIO()) as out_text:
+            main(["--out", str(folder / out), "--stages", str(stages), "--steps", str(steps)])
+        printed += out_text.getvalue().splitlines()
+    return [halves, whole]
+
+
+def test_the_example_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
+    halves, whole = POOL.run(of_the_example, 4, tmp_path)[0]
+    assert len(halves) == len(whole) == 5
+    for number, (half, all_of_it) in enumerate(zip(halves, whole, strict=True)):
+        losses = [float(line.split("loss ")[1].split(",")[0]) for line in (half, all_of_it)]
+        assert half.startswith(f"step {number + 1}: ") and losses[0] == pytest.approx(losses[1], abs=2e-5)

@@ -72,6 +72,7 @@ INFERENCE = (
     "zero_full.initialize without an optimizer shards a model for forward; for fast inference save the "
     "weights and load them into another library"
 )
+PIPELINE = "zero_full.PipelineModule, LayerSpec and TiedLayerSpec, whose arguments are in the guide's page"
 INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed": "remove it, or do it in plain torch",
     "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
@@ -104,8 +105,8 @@ INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed.runtime.fp16": (
         "zero_full.OneBitAdam, OneBitLamb or ZeroOneAdam, or their names in the configuration"
     ),
-    "deepspeed.pipe": "there is no pipeline parallelism: train the model as one nn.Module",
-    "deepspeed.runtime.pipe": "there is no pipeline parallelism: train the model as one nn.Module",
+    "deepspeed.pipe": PIPELINE,
+    "deepspeed.runtime.pipe": PIPELINE,
     "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
     "deepspeed.runtime.data_pipeline": "choose and order the data in your own sampler",
     "deepspeed.runtime.lr_schedules": "add the arguments that the script reads to its own parser",
@@ -130,8 +131,8 @@ ENGINE = {  # advice for engine attributes, unless zero_full's engine has them
     "zero_gather_16bit_weights_on_model_save": "True: save_16bit_model always gathers",
     "deepspeed_io": "a DataLoader of your own, or training_data= of initialize",
     "get_data_parallel_rank": "engine.global_rank, or your group's rank",
-    "train_batch": "there is no pipeline parallelism: call forward, backward and step in a loop",
-    "eval_batch": "there is no pipeline parallelism: call forward under torch.no_grad()",
+    "train_batch": "make the model a zero_full.PipelineModule, or call forward, backward and step in a loop",
+    "eval_batch": "make the model a zero_full.PipelineModule, or call forward under torch.no_grad()",
 }
 PARAMETER = {  # attributes that DeepSpeed adds to parameters; tests for these are silently false here
     "ds_id": "remove the check: GatheredParameters and safe_get_... accept any parameter",

@@ -15,6 +15,7 @@ from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
+from zero_full.pipeline.module import PipelineModule
 from zero_full.plan.activations import activations
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
@@ -37,6 +38,7 @@ def plan(
 
     Without inputs, activations are unknown.
     """
+    _check_kind(model)
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
 
@@ -59,12 +61,22 @@ def plan_stages(
     device   the device type of the run; only "cpu" uses shared-memory windows
     expert_parallel  the number of consecutive ranks with different experts, if the model has experts
     """
+    _check_kind(model)
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     activation_bytes = _activations(model, resolved.config, inputs)
     stages: Sequence[int] = STAGES
     with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
         stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
     return [_plan(model, _at_stage(resolved, stage), cluster, activation_bytes) for stage in stages]
+
+
+def _check_kind(model: nn.Module) -> None:
+    """Raise PlanError for a model of several pipeline stages."""
+    if isinstance(model, PipelineModule):
+        raise PlanError(
+            "a plan knows no pipelines: the activations in flight depend on the schedule. Plan the layers of "
+            "one stage, as an nn.Sequential on its data-parallel ranks"
+        )
 
 
 def _resolved(config: Any, world: int) -> Resolved:
