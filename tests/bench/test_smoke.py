@@ -75,6 +75,7 @@ SMOKE = {
         Smoke("bytes --worlds 2 --steps 3"),
         Smoke("link --worlds 2 --size 50k --rounds 1", slow=True),
     ],
+    "engines": [Smoke(patch=constants(ROUNDS=1, STEPS=1, SLEEP=0.0))],
     "facade": [Smoke(patch=constants(LAYERS=1, ROUNDS=1, STEPS=1))],
     "files": [Smoke("--directory DIRECTORY --mib 1 --rounds 1")],
     "hooks": [Smoke(patch=constants(LAYERS=4, ROUNDS=1, PASSES=1))],
