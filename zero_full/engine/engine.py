@@ -117,7 +117,7 @@ class Engine(DeepSpeedQueries):
         self._warned_of_schedule = False
         self.offloaded = OffloadedStates(optimizer)
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
-        self._plan = out_of_memory.Plan(plan)
+        self._plan = out_of_memory.PlannedBytes(plan)
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._timed = self.stopwatch.phases()
         self._ranges: ProfilerRanges | None = None  # while a profiler runs

@@ -53,7 +53,7 @@ class Remedy:
     text: str
 
 
-class Plan:
+class PlannedBytes:
     """The planned bytes of an engine by the kinds of the ledger, each with its peak within a step.
 
     They are computed at the first error and kept, because a loop may catch errors and try smaller batches.
@@ -64,7 +64,7 @@ class Plan:
         self.sizes: Mapping[str, int] = {}
         self.missing = ""  # why there is no plan
 
-    def made(self) -> "Plan":
+    def made(self) -> "PlannedBytes":
         """Compute the plan if this was not tried before, and return it."""
         if not self._is_made:
             self._is_made = True
@@ -84,7 +84,7 @@ class MemoryNote:
         optimizer: ZeroOptimizer,
         config: Config,
         device: torch.device,
-        plan: Plan,
+        plan: PlannedBytes,
     ) -> None:
         self.optimizer, self.config, self.device = optimizer, config, device
         self.ledger = HeldBytes(optimizer)
@@ -215,7 +215,7 @@ def explain(
     optimizer: ZeroOptimizer,
     config: Config,
     device: torch.device,
-    plan: Plan,
+    plan: PlannedBytes,
 ) -> None:
     """Add a note to an out-of-memory error that has none yet. Other errors stay as they are."""
     noted = "".join([str(error), *getattr(error, "__notes__", ())])
