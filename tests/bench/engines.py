@@ -31,7 +31,7 @@ SCHEDULES = {  # name -> (stages of a rank, placement)
     "gpipe": (1, "loop"),
     "interleaved_1f1b": (2, "loop"),
     "interleaved_zero_bubble": (2, "loop"),
-    "zbv": (2, "v"),
+    **({"zbv": (2, "v")} if torch.__version__ >= "2.13" else {}),
 }
 
 

@@ -1,5 +1,7 @@
 """Runs of a small model as a pipeline, beside the same model whole in an ordinary engine of one rank."""
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +11,10 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
-from zero_full import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_full import LayerSpec, PipelineModule, TiedLayerSpec, Topology
 from zero_full.checkpoint.consolidate import export_checkpoint
 
 WIDTH, WORDS, LENGTH, SAMPLES = 8, 11, 5, 2
@@ -321,6 +324,41 @@ def resumed(comm: Any, case: Case | None, first: Case, folder: Path) -> tuple[di
     count = engine.global_steps
     engine.destroy()
     return state, count
+
+
+def habits(comm: Any, folder: Path) -> dict[str, Any]:
+    """Numbers of a few runs that differ in what the loop does besides training."""
+    case = Case(2)
+    engine = case.start()
+    engine.metrics()
+    found: dict[str, Any] = {"losses": run_pipeline(case, engine, range(3)).losses}
+    found["metrics"] = engine.metrics()["loss"]
+    state = engine.state_dict()
+    found["on"] = run_pipeline(case, engine, range(3, 5)).losses
+    engine.load_state_dict(state)
+    found["again"] = run_pipeline(case, engine, range(3, 5)).losses
+    engine.destroy()
+    for names in (("pipe", "data"), ("data", "pp")):
+        topology = Topology.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        assert topology.data is not None
+        module = PipelineModule(specs(), None, topology, loss_of, "uniform", base_seed=0)
+        config = {**case.config(), "zero_optimization": {"stage": 1, "mics_shard_size": 1}}
+        engine = zero_full.initialize(model=module, config=config)[0]
+        batches = [iter(batch(step, topology.data.rank())) for step in range(3)]
+        found[names[0]] = [float(engine.train_batch(each)) for each in batches]
+        engine.destroy()
+    engine = case.start()
+    engine.on_signal(folder)
+    engine.record(folder / "recording.json")
+    try:
+        for step in range(9):
+            if step == 2 and place()[0] == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            run_pipeline(case, engine, [step])
+    except SystemExit:
+        found["stopped after"] = engine.global_steps
+    engine.destroy()
+    return found
 
 
 def continued(comm: Any, case: Case, folder: Path) -> list[float]:

@@ -126,7 +126,7 @@ class Topology:
     def with_sub_groups(self, size: int) -> "Topology":
         """Copy of this topology, with shard groups of `size` neighbouring ranks (`mics_shard_size`)."""
         shard, replicate = self.sub_groups(size, "mics_shard_size")
-        return replace(self, shard=shard, replicate=replicate, opened=(shard, replicate))
+        return replace(self, shard=shard, replicate=replicate, opened=(*self.opened, shard, replicate))
 
     def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Arrange the data group in rows of `size` neighbours. Returns this rank's row, then its column."""

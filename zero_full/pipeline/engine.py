@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from zero_full._compat import backend_of
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.topology import Topology
 from zero_full.engine.engine import STATES_OFFLOADED, Engine
@@ -63,10 +64,17 @@ class PipelineEngine(Engine):
         self.topology, module = topology, self.module
         if isinstance(self.basic_optimizer, OneBitOptimizer) and (keys := module.shared_keys()):
             name = type(self.basic_optimizer).__name__
-            self.destroy()
+            self.destroy()  # all ranks raise
             raise ValueError(
                 f"{name} averages with compression, which would let the copies of tied layers on several "
                 f"stages ({', '.join(keys)}) drift apart. Use another optimizer, or untie them"
+            )
+        assert topology.pipe is not None
+        if self.device.type != "cpu" and backend_of(topology.pipe, self.device) == "gloo":
+            self.destroy()
+            raise ValueError(
+                "gloo cannot send activations between accelerators. Start with nccl, and one device for each "
+                "rank"
             )
         self._is_first_place = 0 in module.stages
         self._is_last_place = module.total_stages - 1 in module.stages
@@ -87,6 +95,10 @@ class PipelineEngine(Engine):
 
     def _make_forward_hooks(self) -> ForwardHooks:
         return ForwardHooks(self.module, self.optimizer, scales_outputs=False)  # stages do it themselves
+
+    def division_rule(self) -> str:
+        """Return "": `train_batch` always divides the losses by the number of micro-batches."""
+        return ""
 
     # Batches -------------------------------------------------------------------------------------
 

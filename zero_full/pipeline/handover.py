@@ -5,6 +5,7 @@ describes the value between two stages. Tensors that need no gradient, such as m
 as the bytes of a float tensor, and get gradients of zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,40 @@ class Slot:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+class _Join(torch.autograd.Function):
+    """The identity of its first input. The others get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
+        """Return the first input."""
+        ctx.others, ctx.joins_output = others, output.requires_grad
+        return output.clone()  # torch 2.11 detaches outputs in place, which a view does not allow
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return its gradient, and zeros."""
+        zeros = (torch.zeros_like(other) for other in ctx.others)
+        return (grads[0] if ctx.joins_output else None, *zeros)
+
+
+def joined(outputs: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Make every sent output depend on an output with a gradient, and this on every received tensor.
+
+    `received`: tensors in the form of bytes. The zero-bubble schedules of torch 2.11 start backward from
+    every output, and ask for the gradient of every received tensor.
+    """
+    first = next((place for place, output in enumerate(outputs) if output.requires_grad), None)
+    if first is None or not torch.is_grad_enabled():
+        return outputs
+    made = [*outputs]
+    if received:
+        made[first] = _Join.apply(made[first], *received)  # type: ignore[no-untyped-call]
+    for place, output in enumerate(outputs):
+        if not output.requires_grad:
+            made[place] = _Join.apply(output, made[first])  # type: ignore[no-untyped-call]
+    return tuple(made)
 
 
 @dataclass(frozen=True)

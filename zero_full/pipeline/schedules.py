@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
@@ -21,6 +22,7 @@ class ScheduleKind:
     several: bool = False  # several stages per rank
     placement: str = "loop"
     splits_backward: bool = False  # gradients of inputs first, those of weights later, in the bubble
+    since: str = "2.11"  # the oldest torch that runs it over every backend
 
 
 KINDS = {
@@ -30,7 +32,9 @@ KINDS = {
     "interleaved_zero_bubble": ScheduleKind(
         "ScheduleInterleavedZeroBubble", several=True, splits_backward=True
     ),
-    "zbv": ScheduleKind("ScheduleZBVZeroBubble", several=True, placement="v", splits_backward=True),
+    "zbv": ScheduleKind(
+        "ScheduleZBVZeroBubble", several=True, placement="v", splits_backward=True, since="2.13"
+    ),
 }
 
 
@@ -48,6 +52,11 @@ def check_schedule(name: str, module: PipelineModule) -> None:
         raise ConfigError(
             f"pipeline.schedule {name!r} needs a PipelineModule with placement={kind.placement!r}, not "
             f"{module.placement!r}"
+        )
+    if torch.__version__ < kind.since:  # torch 2.11 sends from a rank to itself, which gloo cannot
+        raise ConfigError(
+            f"pipeline.schedule {name!r} needs torch {kind.since}, not {torch.__version__}. Use "
+            "interleaved_zero_bubble, or a newer torch"
         )
     if kind.splits_backward and module.activation_checkpoint_interval:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zero_full.nested import mapped
-from zero_full.pipeline.handover import Handover
+from zero_full.pipeline.handover import Handover, joined
 from zero_full.pipeline.module import PipelineModule
 from zero_full.shard.passes.reduce import GradientReducer
 
@@ -102,11 +102,13 @@ class StageLayers(nn.Module):
     def _outputs(self, sent: tuple[Tensor, ...]) -> Any:
         inputs = self.batch.inputs[self.number] if self.takes is None else self.takes.unpack(sent)
         outputs = self.compute(inputs)
+        slots = () if self.takes is None else self.takes.slots
+        received = [tensor for tensor, slot in zip(sent, slots, strict=False) if not slot.differentiable]
         if not self.is_last:
-            return self.gives.pack(outputs, self.stage)
+            return joined(self.gives.pack(outputs, self.stage), received)
         loss = self.loss_of(outputs, self.batch.labels[self.number])
         self.batch.losses.append(loss.detach())
-        return self.batch.weigh(loss)
+        return joined((self.batch.weigh(loss),), received)[0]
 
     def compute(self, inputs: Any) -> Any:
         """Return the outputs of the stage's layers."""
