@@ -21,7 +21,14 @@ from zero_full.formatting import WIDE
 
 FILE = "assets/js/config_data.js"
 CHANGES = {  # what config_check.js does to a value before it is judged, by the same names
-    *(values.zero_or_one, values.lower, values.capital, values.infinity_is_none, values.null_is_empty),
+    *(
+        values.zero_or_one,
+        values.lower,
+        values.capital,
+        values.auto_is_none,
+        values.infinity_is_none,
+        values.null_is_empty,
+    ),
     *(values.short_dtype, values.names_or_auto),
 }
 WHENS = {remarks.is_on, remarks.more_than_one, remarks.names_some}  # and these are in it, too

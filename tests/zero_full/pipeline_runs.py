@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
+from tests.slow_copies import slow_copies
 from zero_full import LayerSpec, PipelineModule, TiedLayerSpec, Topology
 from zero_full.checkpoint.consolidate import export_checkpoint
 
@@ -135,6 +137,7 @@ class Case:
     params: dict[str, Any] = field(default_factory=dict)  # of the optimizer
     seed: int = 0
     tied: bool = True
+    copies: bool = False  # state is copied between device and host, as on an accelerator
 
     def module(self) -> PipelineModule:
         return PipelineModule(
@@ -264,8 +267,9 @@ def beside_whole(
 ) -> tuple[float, bool, list[bool], list[float], list[float]]:
     """(largest difference from the whole model, same losses on all ranks, steps applied, scales, losses)."""
     alone = alone_group()
-    engine = case.start()
-    ended = run_pipeline(case, engine, range(steps))
+    with slow_copies(1e8) if case.copies else nullcontext():
+        engine = case.start()
+        ended = run_pipeline(case, engine, range(steps))
     whole = run_whole(case, range(steps), alone)
     everyones: list[Any] = [None] * place()[1]
     dist.all_gather_object(everyones, ended.losses)

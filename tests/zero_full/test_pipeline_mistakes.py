@@ -270,7 +270,7 @@ def mistakes(comm: Any) -> dict[str, str]:
     return found
 
 
-FAILED = "RuntimeError: the batch failed, and nothing has changed. "
+FAILED = "RuntimeError: the batch failed, and no parameter has changed. "
 EXPECTED = {
     "raise 0": f"{FAILED}rank 3: forward of stage 1, micro-batch 0: ArithmeticError: this layer has given up",
     "raise 1": f"{FAILED}rank 3: forward of stage 1, micro-batch 0: ArithmeticError: this layer has given up",

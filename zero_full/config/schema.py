@@ -26,6 +26,7 @@ from zero_full.config.values import (
     Share,
     Size,
     SmallestScale,
+    auto_is_none,
     capital,
     infinity_is_none,
     lower,
@@ -131,7 +132,7 @@ class PipelineConfig(Strict):
         Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"], BeforeValidator(lower)
     ] = "1f1b"
     activation_checkpoint_interval: Size = 0  # above 0: in place of the PipelineModule's
-    stages: Count | Literal["auto"] = "auto"  # a number must be the PipelineModule's
+    stages: Annotated[Count | None, BeforeValidator(auto_is_none)] = None  # a number: the PipelineModule's
     partition: str = "best"  # another value must be the PipelineModule's
     seed_layers: Annotated[Flag, idle("layer N is always built with the seed base_seed + N")] = False
     pipe_partitioned: Annotated[Flag, idle("activations are not split over tensor-parallel ranks")] = True

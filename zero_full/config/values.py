@@ -105,6 +105,11 @@ def infinity_is_none(value: object) -> object:
     return None if isinstance(value, float) and value == math.inf else value
 
 
+def auto_is_none(value: object) -> object:
+    """Convert "auto", where a part of the program decides, to None."""
+    return None if isinstance(value, str) and value == "auto" else value
+
+
 def null_is_empty(value: object) -> object:
     """Convert null or false to an empty section."""
     return {} if value is None or value is False else value

@@ -42,7 +42,7 @@ def config(schedule: str) -> dict[str, Any]:
     }
 
 
-class ResidualBlock(nn.Module):
+class MixBlock(nn.Module):
     """A layer that mixes each position with the mean of all."""
 
     def __init__(self, width: int) -> None:
@@ -70,7 +70,7 @@ def layers() -> list[Any]:
     """Return the layers. Each rank builds those of its stages only."""
     return [
         TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH),
-        *(LayerSpec(ResidualBlock, WIDTH) for _ in range(BLOCKS)),
+        *(LayerSpec(MixBlock, WIDTH) for _ in range(BLOCKS)),
         TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH, forward_fn=to_logits),
     ]
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layers(),
         num_stages=args.stages,
         loss_fn=loss_of,
-        partition_method="type:ResidualBlock",
+        partition_method="type:MixBlock",
         stages_per_rank=args.stages_per_rank,
         placement="v" if args.schedule == "zbv" else "loop",
         base_seed=0,

@@ -91,7 +91,6 @@ class PipelineEngine(Engine):
         self._chunks: list[StageLayers] = []
         self._schedule: Any = None
         self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
-        self._in_batch = False
 
     def _make_forward_hooks(self) -> ForwardHooks:
         return ForwardHooks(self.module, self.optimizer, scales_outputs=False)  # stages do it themselves
@@ -110,7 +109,7 @@ class PipelineEngine(Engine):
 
         Returns the mean loss over micro-batches and data-parallel ranks, equal on every rank. Raises
         StopIteration on every rank if all iterators have ended. If a rank fails, all ranks raise, and
-        nothing has changed.
+        no parameter has changed.
         """
         self._check_ready("train_batch")
         self.module.train()
@@ -119,6 +118,7 @@ class PipelineEngine(Engine):
         for tie, communicator in self._ties:
             sum_gradients(tie, communicator, self.optimizer.reducer)
         self.accumulation.micro_steps += count - 1
+        self.optimizer.reducer.backward.is_boundary = True  # the step reduces what the passes have left
         super().step()
         return loss
 
@@ -147,7 +147,7 @@ class PipelineEngine(Engine):
         first, last = self._is_first_place, self._is_last_place
         read = read_micro_batches(data, count, self.device, first, last, is_own)
         if self._compare(read, (read.signature, count)):
-            self._build(read, count)
+            self._build(read, count)  # all ranks do
         batch = RunningBatch(read.inputs, read.labels, weigh)
         for chunk in self._chunks:
             chunk.batch = batch
@@ -176,7 +176,7 @@ class PipelineEngine(Engine):
     def _compare(self, read: MicroBatches, wanted: tuple[Signature, int]) -> bool:
         """Raise on every rank if one cannot begin. Return whether any rank needs other shapes than before."""
         is_new = self._built_for != wanted
-        told = self._add_up([float(bool(read.problem)), float(read.ended), float(is_new), 1.0])
+        told = self._add_up([float(bool(read.problem)), float(read.ended), float(is_new)])
         if told[0]:
             readers = self._add_up([float(read.was_read)])[0]
             if told[1] == told[0] == readers:
@@ -220,7 +220,9 @@ class PipelineEngine(Engine):
         """Raise the problems of all ranks on every rank."""
         mine = [f"rank {self.global_rank}: {problem}"] if problem else []
         told = gather_messages(self.optimizer.groups, mine, "what went wrong in a batch")
-        raise RuntimeError(f"the batch failed, and nothing has changed. {'; '.join(sorted(told))}") from error
+        raise RuntimeError(
+            f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}"
+        ) from error
 
     def _check_ready(self, call: str) -> None:
         if self.optimizer.closed:
@@ -257,7 +259,7 @@ class PipelineEngine(Engine):
                 break
         told = gather_messages(self.optimizer.groups, [problem] if problem else [], "shapes between stages")
         if told:
-            raise RuntimeError(f"the batch failed, and nothing has changed. {'; '.join(sorted(told))}")
+            raise RuntimeError(f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}")
         index = (torch.empty(1, dtype=torch.int64, device="meta"),)
         stages = [Stage(c, self.optimizer.reducer, pipe, module.total_stages, index) for c in self._chunks]
         self._schedule = make_schedule(self.config.pipeline.schedule, stages, count, _first_argument)

@@ -61,7 +61,7 @@ def _check(module: PipelineModule, topology: Topology, config: Config) -> "list[
         ("stages", section.stages, module.num_stages),
         ("partition", section.partition, module.partition_method),
     ):
-        if value not in (here, "auto", "best"):
+        if value not in (here, None, "best"):
             raise ConfigError(
                 f"pipeline.{key} is {value!r}, but the PipelineModule has {here!r}. Leave the key out"
             )

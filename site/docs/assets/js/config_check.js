@@ -34,6 +34,7 @@ const zeroCheck = (() => {
     lower: (value) => (typeof value === "string" ? value.toLowerCase() : value),
     capital: (value) =>
       typeof value === "string" ? value.slice(0, 1).toUpperCase() + value.slice(1).toLowerCase() : value,
+    auto_is_none: (value) => (value === "auto" ? null : value),
     infinity_is_none: (value) => (value === Infinity ? null : value),
     null_is_empty: (value) => (value === null || value === false ? new Map() : value),
     short_dtype: (value) => {
