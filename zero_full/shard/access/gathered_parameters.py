@@ -40,12 +40,12 @@ def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]
         optimizer.gatherer.check_reads()
     optimizer.catch_up()
     for group in optimizer.parts.groups:
-        with _gathered(optimizer, [group]):
+        with whole_groups(optimizer, [group]):
             yield from zip(group.members, group.parameters.windows, strict=True)
 
 
 @contextmanager
-def _gathered(optimizer: ZeroOptimizer, several: Iterable[ParameterGroup]) -> Iterator[None]:
+def whole_groups(optimizer: ZeroOptimizer, several: Iterable[ParameterGroup]) -> Iterator[None]:
     """Gather these groups within the context. Every rank must pass the same groups in the same order."""
     taken: list[ParameterGroup] = []
     gatherer = optimizer.gatherer
@@ -282,7 +282,7 @@ class GatheredParameters:
             for group in chosen:
                 if isinstance(group, TrainedGroup):  # user code must see its earlier writes to masters
                     group.master.follow_master()
-            context = _gathered(optimizer, chosen)
+            context = whole_groups(optimizer, chosen)
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
             for group in chosen:

@@ -36,6 +36,7 @@ from zero_full.kernels.reference import with_user_writes
 from zero_full.offload import Flow, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.group.changed_elements import ChangedElements
 from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.gradients import FlatGradients
 from zero_full.shard.group.parameters import FlatParameters, Member
@@ -67,6 +68,7 @@ class Master:
         # Flat views that user code may have kept, each with the master or state that it is a view of.
         self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
         self.is_updating = False  # a delayed update is writing the master: see `delayed_update.py`
+        self.changes: ChangedElements | None = None  # of the parameters' slice; None: no one has asked
         values = parameters.take_unrounded()
         self._set_values(parameters.shard if parameters.kind.asleep else self._master_of(values))
 
@@ -126,6 +128,8 @@ class Master:
         self.copies = None
         if fuses and self.has_copies and self.writes_copies():
             self.copies = self.sent if self.flow is not None else parameters.slice.fetch(self.values.device)
+        if self.changes is not None:
+            self.changes.keep(self._overwritten())
         self.adopts = adopts and self.copies is not None
         # With host-device copies writes were adopted before the step, and released parameters have none.
         is_current = self.published is not None or self.adopts or parameters.released_at_rest
@@ -167,12 +171,27 @@ class Master:
         for piece in self.pieces.values():
             piece.gradient = piece.copy = None
         self.parameters.node_copy = None  # it has the old values
+        if self.changes is not None:
+            self._note_changes(self.changes)
         if self.flow is not None:
             self._send(self.flow)
         elif self.is_separate:
             self.parameters.slice.update(self.values if self.copies is None else self.copies)
             self._note_published()
         self.copies = None
+
+    def _overwritten(self) -> Tensor | None:
+        """Return the rounded parameters that the stepper writes in place; None: `put_away` writes them."""
+        in_place = not self.is_separate or (self.flow is not None and self.sent is self.values)
+        return self.values if in_place else self.copies
+
+    def _note_changes(self, changes: ChangedElements) -> None:
+        """Compare the parameters' slice after a step with the one before it, while both are there."""
+        if self._overwritten() is not None:
+            changes.compare(None, self.values if self.copies is None else self.copies)
+        else:
+            old = self.parameters.shard if self.flow is None else self.sent
+            changes.compare(old, self.values.to(self.parameters.dtype))
 
     # What is shown -------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Module hooks that hold weak references, and that are not copied with the user's module."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +81,29 @@ def do_nothing(*arguments: Any) -> None:
 
 def _make_do_nothing() -> Callable[..., None]:
     return do_nothing
+
+
+@contextmanager
+def removed(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks within the context. Afterwards they are called at their places again.
+
+    Without hooks a module's call takes torch's short way. Hooks that user code adds or removes within the
+    context are added or removed.
+    """
+    before: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}  # by identity of the hooks' dict
+    ours: set[int] = set()
+    for handle in handles:
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            hooks: Any = reference()
+            if hooks is not None and handle.id in hooks:
+                before.setdefault(id(hooks), (hooks, dict(hooks)))
+                ours.add(handle.id)
+                del hooks[handle.id]
+    try:
+        yield
+    finally:
+        for hooks, former in before.values():
+            present = dict(hooks)
+            hooks.clear()
+            hooks.update({i: hook for i, hook in former.items() if i in ours or i in present})
+            hooks.update(present)
