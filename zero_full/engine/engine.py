@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,10 @@ from zero_full.shard.passes.backward import watch_losses
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.stop_signals import SIGNALS
 from zero_full.shard.step.wrapped_optimizer import NO_JOIN
+
+if TYPE_CHECKING:
+    from zero_full.generation.deltas import Deltas
+    from zero_full.generation.weights import WeightIterator
 
 log = logging.getLogger("zero_full")
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")  # what a checkpoint keeps
@@ -125,6 +129,7 @@ class Engine(DeepSpeedQueries):
         self._recorded: AbstractContextManager[None] = nullcontext()  # around a forward
         self.stopping: Stopping | None = None  # see `on_signal`
         self._meter: Meter | None = None  # see `metrics`
+        self._deltas: Deltas | None = None  # see `weights`
         self._lap: Lap | None = None  # between two calls of `metrics`
         self.reporting: Reporting | None = None
         if this_rank() == 0 and (
@@ -581,6 +586,59 @@ class Engine(DeepSpeedQueries):
         return save_16bit_model(
             self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
         )
+
+    def generation(
+        self, memory: int | None = None, merge_adapters: bool = False
+    ) -> AbstractContextManager[nn.Module]:
+        """Context with the module to generate with: parameters are whole, without autograd, in eval mode.
+
+        memory          bytes of gathered parameters to keep on this rank, at most; the other parameters are
+                        gathered in each call, so that ranks must call the module equally often. None: all
+        merge_adapters  merge PEFT's active LoRA adapters into their base weights, which come back bit for bit
+
+        Every rank must enter and leave it, between steps. With `memory` None ranks may call the module, or
+        its `generate`, a different number of times. Leaving restores each module's training mode. Random
+        numbers come from torch's generators, as everywhere.
+        """
+        from zero_full.generation.generating import generating  # only runs that generate import it
+
+        problem = ""
+        accumulation = self.accumulation
+        after = accumulation.micro_steps % accumulation.micro_batches if accumulation.managed else 0
+        if self._stepping or after or (self.optimizer.reducer.began and self.optimizer.gradients.are_new):
+            problem = (
+                "engine.generation() in the middle of a step, after some of its micro-batches. Generate "
+                "after engine.step() at the accumulation boundary"
+            )
+        return generating(self.module, self.optimizer, memory, merge_adapters, problem)
+
+    def weights(
+        self,
+        bucket_bytes: int = 2**30,
+        delta: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> "WeightIterator":
+        """Return an iterator over (name, whole tensor), for an inference server. Every rank must iterate.
+
+        bucket_bytes  additional memory, at most; a larger tensor is a bucket by itself
+        delta         yield (name, indices, values) of what has changed since the last such call: indices are
+                      int32 in the flattened tensor; None: the whole tensor, as in the first call
+        dtype         convert floating-point tensors to it, from the fp32 master weights if the run has them;
+                      None: the dtype of training
+
+        Names are those of the module's state dict, and tied tensors appear once. Every rank gets every
+        tensor. A tensor from a bucket stays valid while it is referenced, and its bucket's memory with it. A
+        parameter that this rank keeps whole is handed over itself: do not write to it, and clone it to keep
+        it beyond the next step.
+        """
+        if delta:
+            from zero_full.generation.deltas import Deltas  # only runs that ask for it import it
+
+            self._deltas = self._deltas or Deltas(self.module, self.optimizer)
+            return self._deltas.weights(bucket_bytes, dtype)
+        from zero_full.generation.weights import weights_of
+
+        return weights_of(self.module, self.optimizer, bucket_bytes, dtype)
 
     def _follow_profiler(self) -> None:
         """Begin to make named ranges, or end."""

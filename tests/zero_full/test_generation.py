@@ -1,0 +1,187 @@
+"""`engine.generation()`: gathered once, the plain model's tokens, and training goes on as without it."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.worlds import POOL, run_each
+from tests.zero_full.generation_runs import PROMPT, Language, engine_of, same_bits, tokens, train_step
+from zero_full.generation import generating
+
+STEPS = 2
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+ON_DISK = {"offload_param": {"device": "nvme", "nvme_path": "PATH", "max_in_cpu": 0, "buffer_count": 8}}
+CASES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
+QUICK = [(0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
+PROMPTS = tokens(9, 9, PROMPT)
+
+
+def zero_of(name: str, path: str) -> dict[str, Any]:
+    """The keys of a kind of offload."""
+    if name == "disk":
+        return {"offload_param": {**ON_DISK["offload_param"], "nvme_path": path, "buffer_size": 10_000}}
+    return OFFLOADED if name == "host" else {}
+
+
+def generate(engine: Any, rank: int) -> None:
+    """In all ways, on each rank a different number of times."""
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.module.modules()]
+    engine.module.blocks[1].eval()  # modes come back as they were
+    want = _in_plain_torch(engine)
+    with engine.generation() as model:
+        assert model is engine.module and not torch.is_grad_enabled()
+        assert not any(m.training for m in model.modules())
+        for _ in range(1 + 2 * rank):
+            assert torch.equal(model.generate(PROMPTS), want)
+        with engine.generation() as again, engine.generation(memory=0):
+            assert torch.equal(again.generate(PROMPTS, cached=False), want)
+        assert torch.equal(engine(PROMPTS), model(PROMPTS))  # a forward without autograd
+        with torch.enable_grad(), pytest.raises(RuntimeError, match=r"training inside engine\.generation"):
+            engine(PROMPTS)
+    assert torch.is_grad_enabled() and engine.module.training and not engine.module.blocks[1].training
+    engine.module.blocks[1].train()
+    for memory in (0, 5000):
+        with engine.generation(memory=memory) as model:
+            assert torch.equal(model.generate(PROMPTS), want)
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.module.modules()]
+
+
+def _in_plain_torch(engine: Any) -> torch.Tensor:
+    plain = Language().to(engine.module.embedding.weight.dtype).eval()
+    plain.load_state_dict(engine.module_state_dict())
+    return plain.generate(PROMPTS)
+
+
+def trained(rank: int, case: Sequence[Any], generates: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and masters of a run, whose dropout draws from torch's generator."""
+    stage, precision, zero = case
+    torch.manual_seed(rank)
+    engine, losses = engine_of(stage, precision, zero, gradient_accumulation_steps=2), []
+    torch.manual_seed(rank)
+    for step in range(STEPS):
+        losses.append(train_step(engine, step, rank))
+        if generates and step == 0:
+            with torch.random.fork_rng():
+                generate(engine, rank)
+    state = engine.optimizer.state_dict()["tensors"]
+    found = {key: chunk.clone() for key, chunk in _tensors(state)} | engine.module_state_dict()
+    engine.destroy()
+    return losses, found
+
+
+def _tensors(state: Any) -> Any:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{inner}", each) for inner, each in _tensors(value))
+
+
+def without_and_with(comm: Any, stage: int, precision: str, offload: str, path: str) -> None:
+    case = stage, precision, zero_of(offload, path)
+    (losses, state), (same_losses, same_state) = (trained(comm.rank, case, each) for each in (False, True))
+    assert losses == same_losses and state.keys() == same_state.keys()
+    assert [key for key in state if not same_bits(state[key], same_state[key])] == []
+
+
+def test_training_after_generation_is_training_without_it_bit_for_bit(tmp_path: Any) -> None:
+    cases = [(stage, precision, "", "") for stage, precision in QUICK]
+    run_each(without_and_with, 2, [*cases, (3, "bf16", "host", ""), (3, "bf16", "disk", str(tmp_path))])
+
+
+@pytest.mark.slow
+def test_training_after_generation_is_training_without_it_on_three_ranks(tmp_path: Any) -> None:
+    cases = [(*case, offload, str(tmp_path)) for case in CASES for offload in ("", "host", "disk")]
+    run_each(without_and_with, 3, [case for case in cases if not case[2] or case[0] == 3])
+
+
+def wrong_uses(comm: Any) -> None:
+    engine = engine_of(3, "bf16", gradient_accumulation_steps=2)
+    for _ in range(2):  # an error leaves the engine as it was
+        engine.backward(engine(PROMPTS).float().square().mean())
+        engine.step()
+        with pytest.raises(RuntimeError, match="in the middle of a step"), engine.generation():
+            pass
+        engine.backward(engine(PROMPTS).float().square().mean())
+        with pytest.raises(RuntimeError, match="in the middle of a step"), engine.generation():
+            pass
+        engine.step()
+    with pytest.raises(RuntimeError, match="memory must be a number of bytes"), engine.generation(memory=-1):
+        pass
+    with pytest.raises(RuntimeError, match="Leave out memory"), engine.generation(0, merge_adapters=True):
+        pass
+    with pytest.raises(ZeroDivisionError), engine.generation():
+        raise ZeroDivisionError
+    written = pytest.raises(RuntimeError, match=r"weight.* was written while it was gathered")
+    with written, engine.generation() as model:
+        model.blocks[0].up.weight.mul_(2)
+    engine.offload_states()
+    with pytest.raises(RuntimeError, match="states are offloaded"), engine.generation():
+        pass
+    engine.reload_states()
+    with engine.generation() as model:
+        model.generate(PROMPTS)
+    train_step(engine, 0, comm.rank)
+    engine.destroy()
+
+
+def test_what_cannot_be_done_is_one_error_on_every_rank_and_training_goes_on() -> None:
+    POOL.run(wrong_uses, 2)
+
+
+def different(comm: Any, how: str) -> str:
+    """What a rank hears."""
+    engine = engine_of(1 if "middle" in how else 3, "fp32")
+    try:
+        if how == "one raises within":
+            with engine.generation() as model:
+                model.generate(PROMPTS)
+                if comm.rank == 1:
+                    raise ZeroDivisionError("mine")
+        elif how == "one does not enter":
+            if comm.rank == 0:
+                with engine.generation():
+                    pass
+            train_step(engine, 0, comm.rank)
+        elif how == "one is in the middle of a step":
+            if comm.rank == 1:
+                with engine.no_sync():
+                    engine.backward(engine(PROMPTS).square().mean())
+            with engine.generation():
+                pass
+        elif how == "different memory":
+            with engine.generation(memory=100 * comm.rank):
+                pass
+        elif how == "one has no memory":
+            broken = mock.patch.object(generating, "_allocate_one", side_effect=MemoryError("of this rank"))
+            with broken if comm.rank == 1 else nullcontext(), engine.generation():
+                pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def errors(how: str) -> list[str]:
+    """What each rank hears."""
+    return POOL.run(different, 2, how, collective=3)
+
+
+def test_a_rank_that_does_something_else_ends_all_ranks_with_the_reason() -> None:
+    first, second = errors("one raises within")
+    assert (
+        first.startswith("DesyncError") and "leaving engine.generation() by ZeroDivisionError: mine" in first
+    )
+    assert second == "ZeroDivisionError: mine"
+    first, second = errors("one does not enter")
+    assert "rank 0 waits in engine.generation" in first and "rank 0 waits in engine.generation" in second
+    first, second = errors("one is in the middle of a step")
+    assert first.startswith("DesyncError") and "in the middle of a step" in first
+    assert second.startswith("RuntimeError") and "in the middle of a step" in second
+    for text in errors("different memory"):
+        assert "rank 0: engine.generation(memory=0" in text and "rank 1: engine.generation(memory=100" in text
+    for text in errors("one has no memory"):
+        assert "(of this rank)" in text and "Pass memory=BYTES" in text

@@ -1,0 +1,313 @@
+"""`engine.weights(...)`: a server has the trained values bit for bit, and gets no more than it needs."""
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL, run_each
+from tests.zero_full.generation_runs import (
+    Server,
+    engine_of,
+    reinforce,
+    same_bits,
+    train_step,
+)
+from zero_full.plan.memory_tracker import MemoryTracker
+from zero_full.shard.group import changed_elements, checksum
+from zero_full.shard.group.changed_elements import CHUNK, ChangedElements
+
+STATE_ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+MASTERS_16 = {"more": {"bf16_master_weights_and_grads": True}}
+
+
+# Whole tensors -----------------------------------------------------------------------------------
+
+
+def whole_tensors(
+    comm: Any, stage: int, precision: str, bucket_bytes: int, dtype: torch.dtype | None
+) -> None:
+    engine = engine_of(stage, precision)
+    for step in range(2):
+        train_step(engine, step, comm.rank)
+    want, weights = engine.module_state_dict(), engine.weights(bucket_bytes, dtype=dtype)
+    known = list(zip(weights.names, weights.dtypes, weights.shapes, strict=True))
+    kept = list(weights)  # without a copy: a bucket's tensors stay valid
+    assert [(name, tensor.dtype, tensor.shape) for name, tensor in kept] == known
+    assert {*weights.names} == want.keys() - {"head.weight"}  # tied: once
+    exact = {name: zero_full.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    for name, tensor in kept:
+        value = want[name] if dtype in (None, want[name].dtype) else exact.get(name)
+        value = want[name] if value is None else value  # frozen
+        assert same_bits(tensor, value.to(tensor.dtype)), name
+    assert not any(tensor.requires_grad for _, tensor in kept)
+    train_step(engine, 2, comm.rank)
+    engine.destroy()
+
+
+def test_every_rank_gets_every_tensor_bit_for_bit() -> None:
+    cases = [(0, "bf16", 1, None), (1, "fp32", 2000, torch.bfloat16), (2, "fp16", 10**6, torch.float32)]
+    cases += [(3, "bf16", 1500, None), (3, "fp32", 10**6, torch.bfloat16), (3, "bf16", 3000, torch.float32)]
+    run_each(whole_tensors, 2, cases)
+
+
+@pytest.mark.slow
+def test_every_rank_gets_every_tensor_bit_for_bit_on_three_ranks() -> None:
+    dtypes, sizes = (None, torch.float32, torch.bfloat16), (1, 2000, 10**6)
+    cases = [
+        (s, p, size, d) for s in range(4) for p in ("fp32", "bf16", "fp16") for size in sizes for d in dtypes
+    ]
+    run_each(whole_tensors, 3, cases)
+
+
+class OnTheHost(MemoryTracker):
+    """Tracks storages in host memory."""
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        known = [storage() for storage in self.alive.values()]  # which collectives return once more
+        return tensor.dim() > 0 and all(tensor.untyped_storage() is not each for each in known)
+
+
+class Stairs(nn.Module):
+    """Layers of 4 KiB to 12 KiB at bf16, each a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 64 * n) for n in (1, 2, 3, 2, 1, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        return torch.stack([layer(x).float().square().mean() for layer in self.layers]).sum()
+
+
+# Temporary tensors of a fixed size, which are small beside a real model.
+@mock.patch.object(changed_elements, "CHUNK", 512)
+@mock.patch.object(checksum, "COLUMNS", 127)
+def memory(comm: Any, stage: int, bucket_bytes: int, dtype: torch.dtype | None, delta: bool) -> int:
+    """The most bytes that an iteration has taken beside the model, by a caller that keeps nothing."""
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    engine = zero_full.initialize(model=Stairs(), config=config)[0]
+    for _ in range(2):  # the first delta is of all elements
+        engine.backward(engine(torch.ones(1, 32, dtype=torch.bfloat16)))
+        engine.step()
+        weights, tracker = engine.weights(bucket_bytes, delta, dtype), OnTheHost()
+        with tracker, tracker.counting("buckets"):
+            for item in weights:
+                del item
+    engine.destroy()
+    return tracker.peak("buckets")
+
+
+def test_an_iteration_takes_one_bucket_of_memory() -> None:
+    cases = [(3, 30_000, None, False), (3, 13_000, None, False), (3, 13_000, torch.float16, False)]
+    cases += [(1, 30_000, torch.float16, False), (1, 30_000, None, False), (2, 26_000, None, True)]
+    found = run_each(memory, 2, cases)
+    for (stage, bucket_bytes, dtype, _), answers in zip(cases, found, strict=True):
+        for most in answers:
+            assert most <= bucket_bytes + 9000, (stage, bucket_bytes, most)  # flags, sums and counts
+            assert most > 0.4 * bucket_bytes or (stage < 3 and dtype is None)
+
+
+def wrong_uses(comm: Any) -> None:
+    engine = engine_of(3, "bf16")
+    for call, text in (
+        ({"bucket_bytes": 0}, "bucket_bytes must be"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point"),
+        ({"delta": True, "dtype": torch.float32}, "Leave out dtype"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            engine.weights(**call)
+    weights = engine.weights(bucket_bytes=100)
+    next(weights)
+    train_step(engine, 0, comm.rank)
+    with pytest.raises(RuntimeError, match="a step while engine"):
+        list(weights)
+    engine.offload_states()
+    with pytest.raises(RuntimeError, match="states are offloaded"):
+        list(engine.weights())
+    engine.reload_states()
+    assert len(list(engine.weights())) == len(engine.module_state_dict()) - 1
+    engine.destroy()
+
+
+def leaves_early(comm: Any) -> str:
+    engine = engine_of(3, "bf16")
+    try:
+        for _ in engine.weights(bucket_bytes=100):
+            if comm.rank == 1:
+                break
+        train_step(engine, 0, comm.rank)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_wrong_uses_and_a_rank_that_stops_iterating_are_errors() -> None:
+    POOL.run(wrong_uses, 2)
+    for text in POOL.run(leaves_early, 2, collective=3):
+        assert "rank 0 waits in bucket 2 of engine.weights" in text
+
+
+# Only what has changed ---------------------------------------------------------------------------
+
+
+def changes(
+    comm: Any, stage: int, precision: str, zero: Mapping[str, Any], keys: Mapping[str, Any]
+) -> list[int]:
+    """A server that gets deltas while much else happens. Returns the bytes of the updates."""
+    engine, server, sizes = engine_of(stage, precision, zero, **keys), Server(), list[int]()
+    module, saved = engine.module, None
+
+    def push() -> None:
+        server.update(engine.weights(bucket_bytes=3000, delta=True))
+        sizes.append(server.received)
+        assert server.differs_from(engine.module_state_dict()) == []
+
+    push()
+    for step in range(3):
+        train_step(engine, step, comm.rank)
+        push()
+    train_step(engine, 3, comm.rank)
+    train_step(engine, 4, comm.rank)  # two steps add up
+    weights = engine.weights(delta=True)
+    next(weights, None)
+    del weights  # what was not iterated to its end is sent again
+    push()
+    push()
+    assert sizes[-1] == 0
+    saved = engine.state_dict()
+    train_step(engine, 5, comm.rank)
+    edited = [module.blocks[1].up.weight, *([module.frozen.weight] if stage == 3 else [])]
+    with zero_full.GatheredParameters(edited, modifier_rank=0):
+        for param in edited if comm.rank == 0 else ():
+            param.data.add_(1)
+    if stage < 3:
+        module.frozen.weight.data.add_(1)
+    push()
+    assert {"blocks.1.up.weight", "frozen.weight"}.isdisjoint(server.sparse)
+    engine.load_state_dict(saved)
+    push()
+    module.scale.add_(1)  # a buffer
+    train_step(engine, 6, comm.rank)
+    push()
+    engine.load_module_state_dict({name: value * 2 for name, value in engine.module_state_dict().items()})
+    push()
+    if stage < 3:
+        with torch.no_grad():
+            module.blocks[0].down.weight.mul_(2)  # between steps, then a step
+        train_step(engine, 7, comm.rank)
+        push()
+    engine.destroy()
+    return sizes
+
+
+def test_a_server_that_gets_changes_only_has_every_bit() -> None:
+    cases: list[Any] = [
+        (stage, precision, {}, {}) for stage, precision in ((0, "bf16"), (1, "fp16"), (2, "bf16"))
+    ]
+    cases += [(3, "bf16", {}, {}), (3, "fp16", {}, {}), (3, "fp32", {}, {}), (1, "bf16", {}, MASTERS_16)]
+    cases += [(3, "bf16", STATE_ON_HOST, {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}})]
+    for case, answers in zip(cases, run_each(changes, 2, cases), strict=True):
+        sizes = answers[0]
+        assert answers[1] == sizes, case
+        assert min(sizes[1:4]) > 0 and max(sizes[1:4]) < (0.9 if case[1] == "bf16" else 1) * sizes[0], case
+
+
+@pytest.mark.slow
+def test_a_server_that_gets_changes_only_has_every_bit_with_every_option(tmp_path: Any) -> None:
+    path = {"device": "nvme", "nvme_path": str(tmp_path)}
+    files = {"offload_param": {**path, "max_in_cpu": 0, "buffer_size": 5000}, "offload_optimizer": path}
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
+    one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 3}}}
+    later = {"offload_optimizer": {"device": "cpu", "delay_update_after": 1}}
+    cases: list[Any] = [(s, p, {}, {}) for s in range(4) for p in ("fp32", "bf16", "fp16")]
+    cases += [
+        (s, "bf16", zero, {}) for s in (1, 2, 3) for zero in (STATE_ON_HOST, {"offload_optimizer": path})
+    ]
+    cases += [(s, "bf16", {}, keys) for s in (1, 3) for keys in (muon, MASTERS_16)]
+    cases += [(0, "bf16", {}, one_bit), (3, "bf16", files, {}), (3, "bf16", later, {})]
+    run_each(changes, 2, cases)
+    run_each(
+        changes, 4, [(3, "bf16", {key: 2}, {}) for key in ("mics_shard_size", "zero_hpz_partition_size")]
+    )
+
+
+def counted(comm: Any, stage: int) -> None:
+    """The bytes are those of the changed elements, or of the whole tensor where that is less."""
+    engine = engine_of(stage, "bf16")
+    before = {name: value.clone() for name, value in ((n, v) for n, _, v in engine.weights(delta=True))}
+    train_step(engine, 0, comm.rank)
+    after = engine.module_state_dict()
+    items = {name: (indices, values) for name, indices, values in engine.weights(delta=True)}
+    for name, old in before.items():
+        where = (old.view(torch.uint8) if not old.dim() else old).ne(after[name]).view(-1).nonzero().view(-1)
+        if not where.numel():
+            assert name not in items
+            continue
+        indices, values = items[name]
+        if 6 * where.numel() < old.nbytes:
+            assert indices is not None and torch.equal(indices.long(), where)
+            assert same_bits(values, after[name].view(-1)[where])
+        else:
+            assert indices is None and same_bits(values, after[name])
+    assert any(indices is not None for indices, _ in items.values())
+    engine.destroy()
+
+
+def test_bytes_are_those_of_the_changed_elements() -> None:
+    run_each(counted, 2, [(stage,) for stage in range(4)])
+
+
+def test_bits_of_changed_elements() -> None:
+    numel = CHUNK + 8 * 5
+    changes, old = ChangedElements(numel, torch.device("cpu")), torch.zeros(numel, dtype=torch.bfloat16)
+    assert int(changes.count(0, numel)) == numel  # before the first call
+    changes.clear(old)
+    assert changes.indices(0, numel).numel() == 0
+    new, places = old.clone(), [0, 7, 8, 13, CHUNK - 1, CHUNK, CHUNK + 9, numel - 1]
+    new[places] = torch.tensor([1.0, -0.0, float("nan"), 2, 3, 4, 5, 6], dtype=torch.bfloat16)
+    changes.keep(old)
+    changes.compare(None, new)
+    assert changes.indices(0, numel).tolist() == places
+    assert changes.indices(8, 16).tolist() == [0, 5] and int(changes.count(8, 13)) == 1
+    changes.keep(None)
+    changes.compare(new, new.clone())  # NaN equals itself
+    assert changes.indices(0, numel).tolist() == places and not changes.written
+    changes.look(torch.where(new == 5, old, new))  # not as the step has left it
+    assert int(changes.count(0, numel)) == numel and changes.written
+    changes.clear(new)
+    changes.compare(None, new)  # a step whose old values were not kept
+    assert int(changes.count(0, numel)) == numel and not changes.written
+
+
+def untouched(comm: Any) -> None:
+    """A run that does not ask for changes has none of it."""
+    engine = engine_of(3, "bf16")
+    list(engine.weights())
+    train_step(engine, 0, comm.rank)
+    assert all(group.master.changes is None for group in engine.optimizer.trained)
+    held = sum(t.nbytes for t in engine.optimizer.holdings()["optimizer"])
+    list(engine.weights(delta=True))
+    slices = sum(group.layout.shard for group in engine.optimizer.trained)
+    assert sum(t.nbytes for t in engine.optimizer.holdings()["optimizer"]) == held + slices // 8
+    engine.destroy()
+
+
+def test_changes_cost_one_bit_an_element_of_the_slice_where_they_are_asked_for() -> None:
+    POOL.run(untouched, 2)
+
+
+def test_a_server_in_another_process_generates_from_the_trained_weights_for_100_steps() -> None:
+    (hashes, _), (others, _), (served, received) = POOL.run(reinforce, 3, 3, 100, collective=60)
+    assert hashes == others == served and len({*hashes}) == 10
+    assert max(received[2:]) < received[0] / 2

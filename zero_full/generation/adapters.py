@@ -1,0 +1,70 @@
+"""Merge LoRA adapters into their base weights to generate, and restore the base weights bit for bit.
+
+PEFT's layers merge by an addition and unmerge by a subtraction, which rounds: the base weights would come
+back with other low bits. So their values are kept aside and copied back. Parameters that stage 3 has gathered
+for the generation need no copy: the gathered values are dropped, and this rank's shard was not written.
+
+Layers are found by their methods, so PEFT is not imported.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zero_full.shard.group.parameters import FlatParameters
+from zero_full.shard.step.optimizer import ZeroOptimizer
+
+METHODS = ("merge", "unmerge", "get_base_layer")  # of PEFT's BaseTunerLayer
+
+
+def adapter_layers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers with adapters, by name in the module."""
+    return [
+        (name, each)
+        for name, each in module.named_modules()
+        if hasattr(each, "merged_adapters") and all(callable(getattr(each, name, None)) for name in METHODS)
+    ]
+
+
+@contextmanager
+def merged_adapters(module: nn.Module, optimizer: ZeroOptimizer) -> Iterator[None]:
+    """Context in which active adapters are part of their base weights, which are whole on this rank.
+
+    Adapters that are merged already stay merged.
+    """
+    layers = [layer for _, layer in adapter_layers(module) if not layer.merged_adapters]
+    bases = dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters())
+    dropped, kept = _split(bases, optimizer)
+    try:
+        for layer in layers:
+            layer.merge()
+        yield
+    finally:
+        for layer in layers:
+            if layer.merged_adapters:  # not if user code has unmerged or disabled them
+                layer.unmerge()
+        for param, (memory, values) in kept.items():
+            param.data = memory
+            memory.copy_(values)
+        for flat in dropped:
+            flat.show()  # points parameters to their memory again, and forgets writes
+
+
+def _split(
+    params: dict[Parameter, None], optimizer: ZeroOptimizer
+) -> tuple[list[FlatParameters], dict[Parameter, tuple[Tensor, Tensor]]]:
+    """Split parameters into those whose flat buffer will be released, and copies of all others."""
+    dropped: dict[FlatParameters, None] = {}
+    kept: dict[Parameter, tuple[Tensor, Tensor]] = {}
+    for param in params:
+        group, _ = optimizer.parts.places.get(param, (None, None))
+        if group is not None and group.parameters.released_at_rest and group.parameters.users == 1:
+            dropped[group.parameters] = None
+        else:
+            memory = param.data
+            kept[param] = memory, memory.clone(memory_format=torch.preserve_format)
+    return list(dropped), kept

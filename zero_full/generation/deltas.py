@@ -1,0 +1,163 @@
+"""Hand over only the elements that steps have changed since the last call of `engine.weights(delta=True)`.
+
+The rank that steps a slice notes in the step which of its rounded values change (`ChangedElements`), as one
+bit each. So nothing is compared at the call, and no copy of the last weights is kept. The ranks exchange how
+many elements of each parameter they have changed, and with that know who sends what:
+
+    nothing      no element has changed
+    sparse       indices (int32, in the flattened tensor) and values, in ascending order of the indices
+    whole        if that is less: with 16 bits, from a third of the elements on
+
+Tensors that no step changes (frozen parameters, buffers) are compared by their column sums, and handed over
+whole. So is a parameter that user code or a load has written between steps.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.comm.topology import this_rank
+from zero_full.formatting import listed
+from zero_full.generation.buckets import BucketPart, FlatSource, SparseTensor, in_buckets, runs_of, whole
+from zero_full.generation.weights import (
+    WeightIterator,
+    assemble,
+    begin,
+    check_options,
+    described,
+    present,
+    sources_of,
+)
+from zero_full.shard.group.changed_elements import ChangedElements
+from zero_full.shard.group.checksum import column_sums
+from zero_full.shard.group.master import Master
+from zero_full.shard.group.parameters import FlatParameters
+from zero_full.shard.step.optimizer import ZeroOptimizer
+
+log = logging.getLogger("zero_full")
+LONGEST = 2**31 - 1  # elements that an int32 index reaches
+
+
+class Deltas:
+    """The changes of an engine's parameters since they were handed over. Steps note them from now on."""
+
+    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.masters = {group.parameters: group.master for group in optimizer.trained}
+        self.is_first = True  # nothing has been handed over yet
+        for master in self.masters.values():
+            shard = _slice_of(master)
+            master.changes = ChangedElements(shard.numel(), shard.device)
+        self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
+
+    def weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> WeightIterator:
+        """Return the iterator of `engine.weights(delta=True)`."""
+        check_options(bucket_bytes, dtype)
+        if dtype is not None:
+            raise ValueError("weights(delta=True) hands over the values of training. Leave out dtype")
+        sources, others = sources_of(self.module, self.optimizer, None)
+        call = f"engine.weights(bucket_bytes={bucket_bytes}, delta=True)"
+        return WeightIterator(
+            described(sources, others, None), self._changed(sources, others, bucket_bytes, call)
+        )
+
+    def _changed(
+        self, sources: list[FlatSource], others: Mapping[str, Tensor], bucket_bytes: int, call: str
+    ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+        """Yield (name, indices or None, values). Changes are handed over once the caller reaches the end."""
+        begin(self.optimizer, call)
+        with torch.no_grad():
+            counts = self._counts(sources)
+            parts = [part for source in sources for part in self._parts(source, counts, bucket_bytes)]
+            sums = {name: column_sums(tensor.contiguous()) for name, tensor in others.items()}
+        for name, tensor in others.items():
+            if not self._is_known(name, sums[name]):
+                parts.append(present(self.optimizer, name, tensor, None))
+        yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
+        with torch.no_grad():
+            for source in sources:
+                if source.flat not in self.masters:
+                    sums[source.flat.name] = column_sums(source.flat.shard)
+            for master in self.masters.values():
+                assert master.changes is not None
+                master.changes.clear(_slice_of(master))
+        self.sums, self.is_first = sums, False
+
+    def _is_known(self, name: str, sums: Tensor) -> bool:
+        return name in self.sums and torch.equal(self.sums[name], sums)
+
+    def _counts(self, sources: list[FlatSource]) -> dict[tuple[FlatParameters, int], list[int]]:
+        """Return how many elements each rank has to hand over, by flat buffer and index of the parameter."""
+        keys, mine = list[tuple[FlatParameters, int]](), list[Tensor]()
+        written, ranks = list[Tensor](), self.optimizer.groups.dense.shard
+        zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        for flat in (source.flat for source in sources):
+            changes = self._look(flat)
+            own = flat.layout.slice_of(flat.ranks.rank)
+            if changes is None:
+                is_new = not self._is_known(flat.name, column_sums(flat.shard))
+            else:
+                written.append(changes.written.to(zero))
+            for member in flat.members:
+                fragment, count = flat.fragments.get(member.index), zero
+                if fragment is not None and changes is None:
+                    count = zero + fragment.numel * is_new
+                elif fragment is not None and changes is not None:
+                    start = fragment.flat_range[0] - own.start
+                    count = changes.count(start, start + fragment.numel).to(zero)
+                keys.append((flat, member.index))
+                mine.append(count)
+        matrix = torch.zeros(ranks.size, len(mine) + len(written), dtype=torch.int64, device=ranks.device)
+        matrix[ranks.rank] = torch.stack([*mine, *written])
+        rows: list[list[int]] = ranks.sum_numbers(matrix, "changed elements").tolist()
+        self._tell([source.flat for source in sources if source.flat in self.masters], rows, len(mine))
+        return {key: [row[place] for row in rows] for place, key in enumerate(keys)}
+
+    def _look(self, flat: FlatParameters) -> ChangedElements | None:
+        """Return the changes of a flat buffer, with those between steps; None if no step changes it."""
+        master = self.masters.get(flat)
+        if master is None or master.changes is None:
+            return None
+        master.changes.look(_slice_of(master))
+        return master.changes
+
+    def _tell(self, flats: list[FlatParameters], rows: list[list[int]], first: int) -> None:
+        """Log which parameters are handed over whole, because they were written between steps."""
+        places = range(first, first + len(flats))
+        names = [flat.name for flat, at in zip(flats, places, strict=True) if any(row[at] for row in rows)]
+        if this_rank() == 0 and names and not self.is_first:
+            log.info(
+                "engine.weights(delta=True): %s were written between steps (a load, or user code), so they "
+                "are handed over whole",
+                listed(names),
+            )
+
+    def _parts(
+        self, source: FlatSource, counts: Mapping[tuple[FlatParameters, int], list[int]], bucket_bytes: int
+    ) -> Iterator[BucketPart]:
+        """Yield the parts of a flat buffer that have changed."""
+        size, flat, kinds = source.dtype.itemsize, source.flat, dict[int, bool]()
+        members = [member for member in flat.members if member in source.names]
+        for member in members:
+            numel, changed = member.param.numel(), sum(counts[flat, member.index])
+            if changed:
+                kinds[member.index] = changed * (4 + size) < numel * size and numel <= LONGEST
+        if len(kinds) == len(members) and not any(kinds.values()):
+            yield from runs_of(source, bucket_bytes)
+            return
+        for member in members:
+            is_sparse = kinds.get(member.index)
+            if is_sparse is None:
+                continue
+            changes = self.masters[flat].changes if flat in self.masters else None
+            if is_sparse and changes is not None:
+                yield SparseTensor.of(source, member, changes, counts[flat, member.index])
+            else:
+                yield whole(source, member)
+
+
+def _slice_of(master: Master) -> Tensor:
+    """Return this rank's slice of the parameters, where steps compare it."""
+    return master.parameters.shard if master.flow is None else master.sent

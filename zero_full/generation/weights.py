@@ -1,0 +1,178 @@
+"""Whole tensors of a sharded model, one bucket after the other, for an inference server.
+
+`WeightIterator` has the shape that vLLM's trainer-side `trainer_send_weights` and the weight updates of TRL
+and verl take: an iterator over (name, tensor). Every rank gets every tensor: a rank may have an inference
+engine of its own beside it, and the all-gather brings the tensors to all ranks anyway. A rank that sends
+nothing iterates and drops them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.checkpoint.weights import select
+from zero_full.generation.buckets import (
+    BucketPart,
+    FlatSource,
+    Item,
+    WholeTensor,
+    assembled,
+    communicates,
+    in_buckets,
+    runs_of,
+)
+from zero_full.shard.group.parameter_group import TrainedGroup
+from zero_full.shard.group.parameters import Member
+from zero_full.shard.step.agreement import raise_on_all_ranks
+from zero_full.shard.step.optimizer import ZeroOptimizer
+
+
+class WeightIterator(Iterator[tuple[Any, ...]]):
+    """Iterator over (name, whole tensor), or with `delta` over (name, indices, values). Every rank iterates.
+
+    names, dtypes, shapes   of all tensors, in the order of the iteration, known before it begins
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], items: Iterator[tuple[Any, ...]]
+    ) -> None:
+        self.names = list(tensors)
+        self.dtypes = [dtype for dtype, _ in tensors.values()]
+        self.shapes = [shape for _, shape in tensors.values()]
+        self._items = items
+
+    def __next__(self) -> tuple[Any, ...]:
+        return next(self._items)
+
+
+def weights_of(
+    module: nn.Module, optimizer: ZeroOptimizer, bucket_bytes: int, dtype: torch.dtype | None
+) -> WeightIterator:
+    """Return the iterator of `engine.weights` without `delta`."""
+    check_options(bucket_bytes, dtype)
+    sources, others = sources_of(module, optimizer, dtype)
+    call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype})"
+    items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
+    return WeightIterator(described(sources, others, dtype), items)
+
+
+def check_options(bucket_bytes: int, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for options of `engine.weights` that make no sense."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be a number of bytes above 0, not {bucket_bytes!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype or None, not {dtype}")
+
+
+def described(
+    sources: list[FlatSource], others: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return dtype and shape of every tensor, in the order of the iteration."""
+    found = {
+        source.names[member]: (source.dtype, member.param.shape)
+        for source in sources
+        for member in source.flat.members
+        if member in source.names
+    }
+    return found | {name: (wanted(tensor.dtype, dtype), tensor.shape) for name, tensor in others.items()}
+
+
+def wanted(dtype: torch.dtype, given: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is handed over: integers keep theirs."""
+    return given if given is not None and dtype.is_floating_point else dtype
+
+
+def sources_of(
+    module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None
+) -> tuple[list[FlatSource], dict[str, Tensor]]:
+    """Return the flat buffers, and the tensors outside of them by name. A tied tensor has its first name."""
+    selection = select(module, optimizer)
+    names: dict[Any, str] = selection.first_names()
+    trained = {group.parameters: group for group in optimizer.trained}
+    sources = []
+    for flat in optimizer.parts.flats:
+        members: dict[Member, str] = {m: names.pop(m.param) for m in flat.members if m.param in names}
+        if members:
+            sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members))
+    return sources, {name: tensor for tensor, name in names.items()}
+
+
+def _source(
+    flat: Any, group: TrainedGroup | None, dtype: torch.dtype, names: dict[Member, str]
+) -> FlatSource:
+    """Return the source of a flat buffer: the masters if they are more exact and another dtype is wanted."""
+    if group is not None and group.master.has_copies and dtype != flat.dtype:
+        return FlatSource(flat, dtype, lambda: group.master.values, False, names)
+    return FlatSource(flat, dtype, lambda: flat.shard, not flat.released_at_rest, names)
+
+
+def _whole(
+    optimizer: ZeroOptimizer,
+    sources: list[FlatSource],
+    others: Mapping[str, Tensor],
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    call: str,
+) -> Iterator[tuple[Any, ...]]:
+    """Yield (name, whole tensor)."""
+    begin(optimizer, call)
+    parts = [run for source in sources for run in runs_of(source, bucket_bytes)]
+    parts += [present(optimizer, name, tensor, dtype) for name, tensor in others.items()]
+    yield from assemble(optimizer, in_buckets(parts, bucket_bytes), call, _name_and_tensor)
+
+
+def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
+    """Return the part of a tensor outside of flat buffers, of which every rank has its own."""
+    return WholeTensor(
+        0, optimizer.groups.dense.shard, name=name, tensor=tensor, dtype=wanted(tensor.dtype, dtype)
+    )
+
+
+@torch.no_grad()
+def begin(optimizer: ZeroOptimizer, call: str) -> None:
+    """Wait for all ranks, and adopt what user code has written. If one rank cannot, every rank raises."""
+    optimizer.on_every_rank(call)
+    problem = ""
+    try:
+        optimizer.check_ranks_equal(call)
+        if optimizer.reducer.backward.running:
+            raise RuntimeError(f"{call} inside a backward pass. Call it between passes")
+        optimizer.catch_up()
+    except RuntimeError as error:
+        problem = str(error)
+    raise_on_all_ranks(optimizer.groups, problem)
+
+
+def _name_and_tensor(item: Item) -> tuple[str, Tensor]:
+    name, _, values = item
+    return name, values
+
+
+def assemble(
+    optimizer: ZeroOptimizer,
+    buckets: Iterable[list[BucketPart]],
+    call: str,
+    shape: Callable[[Item], tuple[Any, ...]] = tuple,
+) -> Iterator[tuple[Any, ...]]:
+    """Assemble one bucket after the other, and yield its items in this shape.
+
+    The bucket before is dropped first: no variable of a generator may hold one of its tensors. A step in
+    between would mix the weights of two steps, so it raises.
+    """
+    steps, device = optimizer.calls, optimizer.groups.dense.shard.device
+    for number, bucket in enumerate(buckets):
+        if optimizer.calls != steps:
+            raise RuntimeError(
+                f"a step while {call} is iterated: its tensors would be those of two steps. Iterate to the "
+                "end before the next step"
+            )
+        if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
+            optimizer.on_every_rank(f"bucket {number + 1} of {call}")
+        with torch.no_grad():
+            items = assembled(bucket, device)
+        if optimizer.gatherer is not None:
+            optimizer.gatherer.check_reads()
+        while items:
+            yield shape(items.pop(0))
