@@ -18,6 +18,7 @@ from zero_full.config.rules import MICRO, TRAIN
 from zero_full.config.schema import OptimizerConfig
 from zero_full.construct import outside_recording
 from zero_full.engine.engine import Engine
+from zero_full.engine.hybrid_engine import HybridEngine
 from zero_full.engine.loader import RankLoader
 from zero_full.engine.monitors import Monitors, is_monitored
 from zero_full.errors import ConfigError
@@ -102,7 +103,7 @@ def initialize(
     )
     resolved, settings, monitors = attempt(read, topology)
     checked = resolved.config
-    kind: Callable[..., Engine] = Engine
+    kind: Callable[..., Engine] = HybridEngine if checked.hybrid_engine.enabled else Engine
     if isinstance(model, PipelineModule):
         kind = pipeline_engine(model, topology, checked)
     make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)

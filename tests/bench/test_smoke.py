@@ -76,6 +76,7 @@ SMOKE = {
         Smoke("link --worlds 2 --size 50k --rounds 1", slow=True),
     ],
     "engines": [Smoke(patch=constants(ROUNDS=1, STEPS=1, SLEEP=0.0))],
+    "engines_generation": [Smoke(patch=constants(WIDTH=16, DEPTH=1, VOCABULARY=24, NEW=2, ROUNDS=1))],
     "facade": [Smoke(patch=constants(LAYERS=1, ROUNDS=1, STEPS=1))],
     "files": [Smoke("--directory DIRECTORY --mib 1 --rounds 1")],
     "hooks": [Smoke(patch=constants(LAYERS=4, ROUNDS=1, PASSES=1))],

@@ -19,10 +19,10 @@ VOCABULARY, WIDTH, PROMPT, NEW = 24, 16, 3, 5
 class Block(nn.Module):
     """Attention with a cache of keys and values, then two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
@@ -40,12 +40,12 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Blocks between an embedding and a head that share their weight; some parameters are frozen."""
 
-    def __init__(self, depth: int = 3) -> None:
+    def __init__(self, depth: int = 3, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.ones(3))
 

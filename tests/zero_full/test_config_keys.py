@@ -38,7 +38,10 @@ DEFAULTS: dict[str, Any] = in_full(
   "debug.check_collectives": false, "debug.timeout_s": 10.0, "tensorboard.enabled": false,
   "tensorboard.output_path": "", "tensorboard.job_name": "DeepSpeedJobName", "csv_monitor.enabled": false,
   "csv_monitor.output_path": "", "csv_monitor.job_name": "DeepSpeedJobName", "wandb.enabled": false,
-  "wandb.group": null, "wandb.team": null, "wandb.project": "deepspeed"
+  "wandb.group": null, "wandb.team": null, "wandb.project": "deepspeed", "hybrid_engine.enabled": false,
+  "hybrid_engine.max_out_tokens": 512, "hybrid_engine.inference_tp_size": 1,
+  "hybrid_engine.release_inference_cache": false, "hybrid_engine.pin_parameters": true,
+  "hybrid_engine.tp_gather_partition_size": 8
 }""",
     """{
   "stage": 0, "contiguous_gradients": true, "reduce_scatter": true, "reduce_bucket_size": 500000000,
@@ -113,7 +116,8 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "aio.single_submit": true, "aio.overlap_events": false, "aio.use_gds": true,
   "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
   "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
-  "checkpoint.tag_validation": "Fail",
+  "checkpoint.tag_validation": "Fail", "hybrid_engine.max_out_tokens": 1024,
+  "hybrid_engine.tp_gather_partition_size": 4,
   "checkpoint.parallel_write.pipeline_stage": true, "checkpoint.writer": {"type": "fast"},
   "checkpoint.checkpoint_serialization": false
 }""",
@@ -144,7 +148,7 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
   "data_types.param_dtype": "bf16",
   "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
   "tensor_parallel.autotp_size": 2, "tensor_parallel.tp_size": 2, "tensor_parallel.tp.tp_size": 2,
-  "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
+  "expert_parallel.enabled": true, "hybrid_engine.inference_tp_size": 2,
   "autotuning.enabled": true, "data_efficiency.enabled": true,
   "data_types.keep_in_fp32_modules": ["norm"]
 }""",

@@ -297,6 +297,19 @@ class WandbConfig(Strict):
     project: str = "deepspeed"
 
 
+class HybridEngineConfig(Strict):
+    """`engine.generate`: gathers the parameters for each call. `pin_parameters`: all of them, once."""
+
+    enabled: Flag = False
+    max_out_tokens: Annotated[Count, idle("a cache of keys and values grows with its sequences")] = 512
+    inference_tp_size: Annotated[
+        Count, missing("every rank generates with whole parameters", "use 1", when=more_than_one)
+    ] = 1
+    release_inference_cache: Flag = False
+    pin_parameters: Flag = True
+    tp_gather_partition_size: Annotated[Size, idle("only an inference_tp_size above 1 uses it")] = 8
+
+
 class DebugConfig(Strict):
     """Expensive checks, and recordings. `timeout_s`: seconds that a check of collectives waits for a rank."""
 
@@ -356,9 +369,7 @@ class Config(Strict):
     ] = {}
     use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism uses it")] = False
     pipeline: PipelineConfig = PipelineConfig()
-    hybrid_engine: Annotated[
-        Section, missing("", "call the engine, or generate inside unwrap_model_for_generation", "enabled")
-    ] = {}
+    hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     # Features that change the batches, the model or the optimizer during training.
     elasticity: Annotated[Object, removed("0.19.8", "set the batch sizes as numbers", "enabled")] = {}
     autotuning: Annotated[Section, missing("", "tune beforehand, and set the values found", "enabled")] = {}

@@ -617,20 +617,27 @@ class Engine(DeepSpeedQueries):
         bucket_bytes: int = 2**30,
         delta: bool = False,
         dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
     ) -> "WeightIterator":
         """Return an iterator over (name, whole tensor), for an inference server. Every rank must iterate.
 
-        bucket_bytes  additional memory, at most; a larger tensor is a bucket by itself
-        delta         yield (name, indices, values) of what has changed since the last such call: indices are
-                      int32 in the flattened tensor; None: the whole tensor, as in the first call
-        dtype         convert floating-point tensors to it, from the fp32 master weights if the run has them;
-                      None: the dtype of training
+        bucket_bytes    additional memory, at most; a larger tensor is a bucket by itself
+        delta           yield (name, indices, values) of what has changed since the last such call: indices
+                        are int32 in the flattened tensor; None: the whole tensor, as in the first call
+        dtype           convert floating-point tensors to it, from the fp32 master weights if the run has
+                        them; None: the dtype of training
+        merge_adapters  hand over base weights with PEFT's active LoRA adapters merged, by the names of the
+                        model without adapters. At stage 3 this gathers one layer's units in addition
 
         Names are those of the module's state dict, and tied tensors appear once. Every rank gets every
         tensor. A tensor from a bucket stays valid while it is referenced, and its bucket's memory with it. A
         parameter that this rank keeps whole is handed over itself: do not write to it, and clone it to keep
         it beyond the next step.
         """
+        if delta and merge_adapters:
+            raise ValueError(
+                "weights: delta and merge_adapters exclude each other. A merge changes whole tensors"
+            )
         if delta:
             from zero_full.generation.deltas import Deltas  # only runs that ask for it import it
 
@@ -638,7 +645,7 @@ class Engine(DeepSpeedQueries):
             return self._deltas.weights(bucket_bytes, dtype)
         from zero_full.generation.weights import weights_of
 
-        return weights_of(self.module, self.optimizer, bucket_bytes, dtype)
+        return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
     def _follow_profiler(self) -> None:
         """Begin to make named ranges, or end."""

@@ -7,7 +7,7 @@ for the generation need no copy: the gathered values are dropped, and this rank'
 Layers are found by their methods, so PEFT is not imported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +31,12 @@ def adapter_layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def merged_adapters(module: nn.Module, optimizer: ZeroOptimizer) -> Iterator[None]:
+def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator[None]:
     """Context in which active adapters are part of their base weights, which are whole on this rank.
 
     Adapters that are merged already stay merged.
     """
-    layers = [layer for _, layer in adapter_layers(module) if not layer.merged_adapters]
+    layers = [layer for layer in layers if not layer.merged_adapters]
     bases = dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters())
     dropped, kept = _split(bases, optimizer)
     try:
@@ -68,3 +68,40 @@ def _split(
             memory = param.data
             kept[param] = memory, memory.clone(memory_format=torch.preserve_format)
     return list(dropped), kept
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], list[tuple[Any, dict[str, str]]]]:
+    """Return the names of a model whose adapters are merged.
+
+    First a function from names in the module's state dict to names in the model without adapters. It returns
+    None for adapters, and for the base weights that they change. Then the layers of these, each with its base
+    weights: name in the layer's base, and in the model without adapters.
+    """
+    bases, prefixes, copies = list[tuple[Any, dict[str, str]]](), list[str](), dict[str, str | None]()
+    for name, layer in adapter_layers(module):
+        base = layer.get_base_layer()
+        place = next(inner for inner, each in layer.named_modules() if each is base)
+        names = {key: plain_name(f"{name}.{place}.{key}") for key, _ in base.named_parameters()}
+        bases.append((layer, names))
+        prefixes.append(f"{name}.")
+    for name, each in module.named_modules():  # PEFT's modules_to_save: trained copies of whole modules
+        if hasattr(each, "modules_to_save") and hasattr(each, "original_module"):
+            copies[f"{name}.original_module."] = None
+            active = getattr(each, "active_adapters", None) or ["default"]
+            for key in each.modules_to_save:
+                copies[f"{name}.modules_to_save.{key}."] = f"{name}." if key == active[0] else None
+
+    def rename(name: str) -> str | None:
+        if any(name.startswith(prefix) for prefix in prefixes):
+            return None
+        for prefix, instead in copies.items():
+            if name.startswith(prefix):
+                return None if instead is None else plain_name(instead + name.removeprefix(prefix))
+        return plain_name(name)
+
+    return rename, bases

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from zero_full.generation.adapters import merged_adapters
+from zero_full.generation.adapters import adapter_layers, merged_adapters
 from zero_full.shard.access.gathered_parameters import whole_groups
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.released import OFFLOADED
@@ -66,7 +66,8 @@ def generating(
         leaving.callback(optimizer.guards.remove, guard)
         leaving.enter_context(torch.no_grad())
         if merge_adapters:
-            leaving.enter_context(merged_adapters(module, optimizer))
+            layers = [layer for _, layer in adapter_layers(module)]
+            leaving.enter_context(merged_adapters(layers, optimizer))
         module.eval()
         try:
             yield module

@@ -7,12 +7,14 @@ nothing iterates and drops them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint.weights import select
+from zero_full.generation.adapters import merged_adapters, renaming
 from zero_full.generation.buckets import (
     BucketPart,
     FlatSource,
@@ -23,6 +25,7 @@ from zero_full.generation.buckets import (
     in_buckets,
     runs_of,
 )
+from zero_full.shard.access.gathered_parameters import whole_groups
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.agreement import raise_on_all_ranks
@@ -48,14 +51,48 @@ class WeightIterator(Iterator[tuple[Any, ...]]):
 
 
 def weights_of(
-    module: nn.Module, optimizer: ZeroOptimizer, bucket_bytes: int, dtype: torch.dtype | None
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    merge_adapters: bool,
 ) -> WeightIterator:
     """Return the iterator of `engine.weights` without `delta`."""
     check_options(bucket_bytes, dtype)
-    sources, others = sources_of(module, optimizer, dtype)
-    call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype})"
+    rename, bases = renaming(module) if merge_adapters else (None, [])
+    sources, others = sources_of(module, optimizer, dtype, rename)
+    call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
     items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
-    return WeightIterator(described(sources, others, dtype), items)
+    tensors = described(sources, others, dtype)
+    for layer, names in bases:
+        params = dict(layer.get_base_layer().named_parameters())
+        tensors |= {full: (wanted(params[n].dtype, dtype), params[n].shape) for n, full in names.items()}
+    return WeightIterator(tensors, chain(items, _merged(optimizer, bases, dtype, call)))
+
+
+def _merged(
+    optimizer: ZeroOptimizer, bases: list[tuple[Any, dict[str, str]]], dtype: torch.dtype | None, call: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield base weights with their adapters merged, one layer after the other.
+
+    At stage 3 the units of a layer are gathered, and released before its tensors are yielded.
+    """
+    steps = optimizer.calls
+    for number, (layer, names) in enumerate(bases):
+        check_no_step(optimizer, steps, call)
+        places = (optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
+        groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
+        if groups:
+            optimizer.on_every_rank(f"adapters of layer {number + 1} of {call}")
+        with torch.no_grad(), whole_groups(optimizer, groups), merged_adapters([layer], optimizer):
+            base = dict(layer.get_base_layer().named_parameters())
+            items = [
+                (full, base[name].detach().to(wanted(base[name].dtype, dtype), copy=True))
+                for name, full in names.items()
+            ]
+            del base
+        while items:
+            yield items.pop(0)
 
 
 def check_options(bucket_bytes: int, dtype: torch.dtype | None) -> None:
@@ -85,10 +122,13 @@ def wanted(dtype: torch.dtype, given: torch.dtype | None) -> torch.dtype:
 
 
 def sources_of(
-    module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str | None] | None = None,
 ) -> tuple[list[FlatSource], dict[str, Tensor]]:
     """Return the flat buffers, and the tensors outside of them by name. A tied tensor has its first name."""
-    selection = select(module, optimizer)
+    selection = select(module, optimizer, rename)
     names: dict[Any, str] = selection.first_names()
     trained = {group.parameters: group for group in optimizer.trained}
     sources = []
@@ -145,6 +185,15 @@ def begin(optimizer: ZeroOptimizer, call: str) -> None:
     raise_on_all_ranks(optimizer.groups, problem)
 
 
+def check_no_step(optimizer: ZeroOptimizer, steps: int, call: str) -> None:
+    """Raise RuntimeError if there was a step since the iteration has begun."""
+    if optimizer.calls != steps:
+        raise RuntimeError(
+            f"a step while {call} is iterated: its tensors would be those of two steps. Iterate to the end "
+            "before the next step"
+        )
+
+
 def _name_and_tensor(item: Item) -> tuple[str, Tensor]:
     name, _, values = item
     return name, values
@@ -163,11 +212,7 @@ def assemble(
     """
     steps, device = optimizer.calls, optimizer.groups.dense.shard.device
     for number, bucket in enumerate(buckets):
-        if optimizer.calls != steps:
-            raise RuntimeError(
-                f"a step while {call} is iterated: its tensors would be those of two steps. Iterate to the "
-                "end before the next step"
-            )
+        check_no_step(optimizer, steps, call)
         if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
             optimizer.on_every_rank(f"bucket {number + 1} of {call}")
         with torch.no_grad():

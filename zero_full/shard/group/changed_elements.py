@@ -49,7 +49,7 @@ class ChangedElements:
 
     def _add(self, old: Tensor, new: Tensor) -> None:
         for low in range(0, new.numel(), CHUNK):
-            differ = old[low : low + CHUNK] != new[low : low + CHUNK]
+            differ = (old[low : low + CHUNK] ^ new[low : low + CHUNK]).bool()  # `!=` takes 4 times as long
             packed = (differ.view(torch.int64) * PACK) >> 56
             self.bits[low // 8 : low // 8 + packed.numel()] |= packed.to(torch.uint8)
 
