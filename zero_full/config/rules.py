@@ -252,8 +252,8 @@ def unread_keys(config: Config) -> Iterator[Rule]:
             yield Rule(f"wandb.{key}", "wandb.enabled is false", "", ("wandb.enabled",))
     if not config.hybrid_engine.enabled:
         for key in ("release_inference_cache", "pin_parameters"):
-            switch = "hybrid_engine.enabled"
-            yield Rule(f"hybrid_engine.{key}", f"{switch} is false", "", (switch,))
+            why = "hybrid_engine.enabled is false"
+            yield Rule(f"hybrid_engine.{key}", why, "", ("hybrid_engine.enabled",))
     if not config.debug.check_collectives:
         collectives = "debug.check_collectives"
         yield Rule("debug.timeout_s", f"{collectives} is false", "", (collectives,))
