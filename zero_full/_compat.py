@@ -82,6 +82,25 @@ class ParameterCandidate(Tensor):
         self.become_parameter(sys._getframe(1).f_locals.get("cls", nn.Parameter))
 
 
+def local_tensor(dtensor: Any) -> Tensor:
+    """Return the tensor that this rank holds of a DTensor. `to_local` would make a view."""
+    local: Any = dtensor._local_tensor
+    if hasattr(local, "trigger_wait"):  # parallelize_module leaves the result of a broadcast pending
+        local = dtensor._local_tensor = local.trigger_wait()
+    return local  # type: ignore[no-any-return]
+
+
+def set_local_tensor(dtensor: Any, local: Tensor, like: Any = None) -> None:
+    """Replace the tensor that this rank holds of a DTensor. `like`: a DTensor with the new dtype, or None.
+
+    Assigning to `data` changes what autograd knows of a DTensor, and not its local tensor.
+    """
+    if like is not None:
+        dtensor.data = like
+        dtensor._spec = like._spec
+    dtensor._local_tensor = local
+
+
 # Functions and operations ----------------------------------------------------------------------------
 
 without_overrides = torch._C.DisableTorchFunctionSubclass  # a context: subclasses act as plain tensors

@@ -44,6 +44,7 @@ from zero_full.shard.passes.backward import Accumulation
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 from zero_full.start.argument_checks import check_arguments, check_model, check_optimizer
+from zero_full.start.dtensor_checks import check_dtensors, check_split_rule, compare_values
 from zero_full.start.startup_checks import attempt, check_shared_devices, compare, facts_of, gather_objects
 
 log = logging.getLogger("zero_full")
@@ -116,6 +117,8 @@ def compose(
     prepared = attempt(partial(_prepare, model, topology, settings, make, scaler), topology)
     agreed = {**facts, **facts_of(model, prepared.base), OPERATORS: prepared.operators}
     compare(agreed, topology, may_differ=OPERATORS)
+    if prepared.has_dtensors:
+        compare_values(model, topology)
     if shard_ranks is not None:
         topology = topology.with_sub_groups(shard_ranks)
     return assemble(model, topology, prepared, accumulation), prepared.schedule
@@ -130,6 +133,7 @@ class Prepared:
     settings: Settings
     scaler: StaticScale
     operators: Mapping[str, str]  # "compiled" or the reason why not, by kind of device
+    has_dtensors: bool = False  # tensor parallelism has cut the model: see `dtensor_checks.py`
     schedule: Any = None
 
 
@@ -141,7 +145,14 @@ def _prepare(
     scaler: StaticScale | None,
 ) -> Prepared:
     check_model(model)
+    has_dtensors = check_dtensors(model, topology, settings)
     deferred = Deferred(model, _device(model))
+    if has_dtensors and deferred.parameters:
+        raise ValueError(
+            f"{listed([name for name, p in model.named_parameters() if p in deferred.parameters])} were "
+            "constructed in zero_full.Init, and other parameters are DTensors. Construct the model without "
+            "Init, then cut it"
+        )
     check_shared_devices(topology, deferred.device)
     model.to(deferred.device)  # recorded tensors do not move
     if not _shares_memory():
@@ -158,7 +169,9 @@ def _prepare(
         in_fp16 = any(settings.dtypes.of(p.dtype) == torch.float16 for p in model.parameters())
         scaler = DynamicScale() if in_fp16 else StaticScale(1.0)
     operators = dict(_operators(deferred.device, settings.tier))
-    return Prepared(deferred, base, settings, scaler, operators, schedule)
+    if topology.tensor is not None:
+        check_split_rule(model, base, topology, settings.allow_untested)
+    return Prepared(deferred, base, settings, scaler, operators, has_dtensors, schedule)
 
 
 def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
@@ -191,8 +204,6 @@ def assemble(
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
     check_backend(base, groups, device)
-    if topology.tensor is not None and hasattr(base, "zero_full_stepper"):
-        _check_not_split(model, base, topology)
     deferred.check_optimizer_parameters(base.param_groups)
     deferred.exchange_random_states(groups.dense)
     if groups.expert is not None and deferred.parameters:
@@ -266,15 +277,6 @@ def _check_disk_space(opened: Sequence[tuple[Tier | ParamStore, int]], topology:
     for (each, _), (here, _) in zip(opened, mine, strict=True):
         together = sum(need for theirs in told.values() for place, need in theirs if place == here)
         attempt(partial(each.check_space, together), topology)
-
-
-def _check_not_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:
-    split = [name for name, p in model.named_parameters() if topology.is_split(name, p)]
-    if split:
-        raise ValueError(
-            f"{type(base).__name__} needs whole parameters, and {listed(split)} are split over "
-            "tensor-parallel ranks. Use an elementwise optimizer such as AdamW"
-        )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -151,12 +151,13 @@ def test_types_that_cannot_be_meant_are_refused(make: Callable[[], Any]) -> None
 
 
 def test_a_rule_about_whole_tensors_refuses_split_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_full import assemble
+    from zero_full.start.dtensor_checks import check_split_rule
 
     model = Net()
     topology = Topology(is_split=lambda name, p: name == "layers.0.weight")
-    with pytest.raises(ValueError, match=r"Lamb needs whole parameters, and layers.0.weight"):
-        assemble._check_not_split(model, zero_full.Lamb(model.parameters()), topology)
+    with pytest.raises(ValueError, match=r"Muon needs whole parameters, and layers.0.weight"):
+        check_split_rule(model, zero_full.Muon(zero_full.muon_groups(model)), topology)
+    check_split_rule(model, zero_full.Lamb(model.parameters()), topology)
 
 
 def test_a_run_without_batch_sizes_goes_on_from_one_with_them() -> None:

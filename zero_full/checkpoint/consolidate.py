@@ -198,9 +198,8 @@ def _chunks(source: Source, key: str) -> Iterator[tuple[int, int]]:
     """Yield the ranges in which to read a tensor. Verifies each whole piece before its first range."""
     stored = source.tensors[key]
     step = max(1, CHUNK // max(1, stored.dtype.itemsize))
-    for first, last in stored.pieces:
-        if first < last:
-            source.verify(key, first, last)
+    for first, last in source.parts(key, 0, stored.numel):
+        source.verify(key, first, last)
         for start in range(first, last, step):
             yield start, min(start + step, last)
 

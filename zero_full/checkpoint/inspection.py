@@ -72,10 +72,9 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
             errors[str(error)] = None
 
     for key, stored in source.tensors.items():
-        for first, last in stored.pieces:
-            if first < last:
-                attempt(partial(source.verify, key, first, last))
-                advance((last - first) * stored.dtype.itemsize)
+        for first, last in source.parts(key, 0, stored.numel):
+            attempt(partial(source.verify, key, first, last))
+            advance((last - first) * stored.dtype.itemsize)
     for check in source.further_checks():
         attempt(check)
     for rank in source.savers:

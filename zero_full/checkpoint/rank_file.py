@@ -1,7 +1,7 @@
 """One rank's files of a checkpoint: tensor ranges as safetensors, and JSON that describes them."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from zero_full.checkpoint import disk
 from zero_full.checkpoint.json_values import Encoder, decode
 from zero_full.checkpoint.safetensors_writer import CODES, DTYPES, TensorEntry, bytes_of, header_of
 from zero_full.errors import CheckpointError
+from zero_full.layout import LocalBlock
 from zero_full.shard.contents.state import Chunk
 
 COPY_BYTES = 1 << 24  # per copy from an accelerator
@@ -75,7 +76,10 @@ def write(
         file.close()
     description = {
         "tensors": {
-            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
+            c.key: [
+                *(CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)),
+                *([[c.block.dim, c.block.offset, c.block.size]] if c.block is not None else []),
+            ]
             for c in payload.chunks
         },
         "aside": [
@@ -92,7 +96,7 @@ def write(
 
 @dataclass(frozen=True)
 class Range:
-    """A range of a flattened tensor in a rank's file."""
+    """A range of a flattened tensor, or of a flattened block of it, in a rank's file."""
 
     file: "RankFile"
     key: str
@@ -101,11 +105,27 @@ class Range:
     start: int
     stop: int
     at: int  # byte offset in the file
+    block: LocalBlock | None = None  # tensor parallelism: the block; None: a range of the tensor itself
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a range of the flattened tensor that are here, each contiguous in the file."""
+        if self.block is None:
+            if max(self.start, start) < min(self.stop, stop):
+                yield max(self.start, start), min(self.stop, stop)
+            return
+        for first, last in self.block.overlaps(start, stop):
+            index = self.block.index_of(first)
+            assert index is not None
+            low, high = max(index, self.start), min(index + last - first, self.stop)
+            if low < high:
+                yield first + low - index, first + high - index
 
     def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range in the file of these elements of the tensor."""
-        size = self.dtype.itemsize
-        return self.at + (start - self.start) * size, self.at + (stop - self.start) * size
+        """Return the byte range in the file of these elements of the tensor, which are contiguous there."""
+        index = start if self.block is None else self.block.index_of(start)
+        assert index is not None
+        begin = self.at + (index - self.start) * self.dtype.itemsize
+        return begin, begin + (stop - start) * self.dtype.itemsize
 
 
 class RankFile:
@@ -145,9 +165,19 @@ class RankFile:
             if not isinstance(self.plain[name], dict):
                 raise TypeError(f"{name} is a {type(self.plain[name]).__name__}")
 
-    def _range(self, key: str, code: str, shape: list[int], start: int, numel: int, at: int) -> Range:
-        self._check_bounds(key, DTYPES[code], [*shape, start], numel, at)
-        return Range(self, key, DTYPES[code], tuple(shape), start, start + numel, at)
+    def _range(
+        self,
+        key: str,
+        code: str,
+        shape: list[int],
+        start: int,
+        numel: int,
+        at: int,
+        cut: Sequence[int] | None = None,
+    ) -> Range:
+        self._check_bounds(key, DTYPES[code], [*shape, start, *(cut or ())], numel, at)
+        block = None if cut is None else LocalBlock(tuple(shape), *cut)
+        return Range(self, key, DTYPES[code], tuple(shape), start, start + numel, at, block)
 
     def _plain_tensor(self, number: int) -> Tensor:
         dtype, shape, at = self.plain_tensors[number]

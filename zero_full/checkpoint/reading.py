@@ -1,7 +1,9 @@
 """Open a checkpoint folder as a `Source`: of zero_full's own format, or of DeepSpeed's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,16 @@ class NativeSource(Source):
         """Return the private data of one rank."""
         return next((dict(file.plain["private"]) for file in self.files if file.rank == rank), {})
 
+    def parts(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the range split where the data of a file ends, or a row of a block."""
+        if self.ranges[key][0].block is None:
+            yield from super().parts(key, start, stop)
+        else:
+            yield from merge(*(each.within(start, stop) for each in self.ranges[key]))
+
     def _range(self, key: str, start: int, stop: int) -> Range:
         for each in self.ranges[key]:
-            if each.start <= start and stop <= each.stop:
+            if next(each.within(start, stop), None) == (start, stop):
                 return each
         raise AssertionError(f"{key}: {start} to {stop} are not in one range")
 
@@ -99,13 +108,27 @@ def _check_kinds(values: Mapping[str, Any]) -> None:
 
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     """Return the tensor that the ranges form. Raises CheckpointError if they leave gaps or disagree."""
-    ranges.sort(key=lambda each: each.start)
+    ranges.sort(key=lambda each: (0 if each.block is None else each.block.offset, each.start))
     first = ranges[0]
-    tensor = StoredTensor(first.shape, first.dtype, tuple((each.start, each.stop) for each in ranges))
-    ends = ranges[0].start == 0 and ranges[-1].stop == tensor.numel
-    if not ends or any(one.stop != other.start for one, other in pairwise(ranges)):
+    blocks = [*dict.fromkeys(each.block for each in ranges)]
+    if blocks == [None]:
+        pieces = tuple((each.start, each.stop) for each in ranges)
+        complete = _is_complete(pieces, prod(first.shape))
+    else:  # read by `NativeSource.parts`
+        pieces = ((0, prod(first.shape)),)
+        cut = [block for block in blocks if block is not None and block.size]
+        complete = cut == [block for block in blocks if block is None or block.size]
+        complete = complete and len({block.dim for block in cut}) == 1 and cut[0].dim < len(first.shape)
+        ends = [(block.offset, block.offset + block.size) for block in cut]
+        complete = complete and _is_complete(ends, first.shape[cut[0].dim])
+        for block in cut if complete else ():
+            theirs = [(each.start, each.stop) for each in ranges if each.block == block]
+            complete = complete and _is_complete(theirs, prod(block.shape) // block.pitch * block.row)
+    tensor = StoredTensor(first.shape, first.dtype, pieces)
+    if not complete:
+        elements = [(each.start, each.stop) for each in ranges]
         raise CheckpointError(
-            f"{path} is damaged: the files have elements {tensor.pieces} of {key}, which has {tensor.numel}. "
+            f"{path} is damaged: the files have elements {elements} of {key}, which has {tensor.numel}. "
             "Load another tag"
         )
     for each in ranges:
@@ -115,6 +138,12 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
                 f"but {each.shape} and {each.dtype} in {each.file.path}. Load another tag"
             )
     return tensor
+
+
+def _is_complete(ranges: Sequence[tuple[int, int]], length: int) -> bool:
+    """Return whether sorted ranges cover everything from 0 to `length`, and nothing twice."""
+    ends = ranges[0][0] == 0 and ranges[-1][1] == length
+    return ends and all(one[1] == other[0] for one, other in pairwise(ranges))
 
 
 def _is_native(directory: Path, tag: str) -> bool:

@@ -134,12 +134,15 @@ class SourceValues:
         for chunk in chunks:
             stored = self.all_keys[chunk.key]
             assert prod(chunk.shape) == self.source.tensors[stored].numel, chunk
-            for start, stop in self.source.parts(stored, chunk.start, chunk.stop):
-                self.source.verify(stored, start, stop)
+            for first, last in chunk.runs():
+                for start, stop in self.source.parts(stored, first, last):
+                    self.source.verify(stored, start, stop)
 
     def read(self, chunks: Sequence[Chunk]) -> None:
         """Read the values of the chunks, converted to their dtypes."""
         for chunk in chunks:
-            stored, values = self.all_keys[chunk.key], chunk.values.detach()
-            for start, stop in self.source.parts(stored, chunk.start, chunk.stop):
-                self.source.read_into(stored, start, values[start - chunk.start : stop - chunk.start])
+            stored, values, done = self.all_keys[chunk.key], chunk.values.detach(), 0
+            for first, last in chunk.runs():
+                for start, stop in self.source.parts(stored, first, last):
+                    self.source.read_into(stored, start, values[done : done + stop - start])
+                    done += stop - start

@@ -33,6 +33,7 @@ from zero_full.construct.session import Recorder, latest, local
 from zero_full.nested import tensors_in
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.group.checksum import digest
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.parameters import is_released, placeholder_scalar
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.registry import opened
@@ -295,8 +296,9 @@ def _memory_ranges(named: Mapping[str, Tensor]) -> Iterator[Extent]:
         is_real = twin is None and tensor.requires_grad and not (tensor.is_meta or is_released(tensor))
         if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
             memory = 0 if twin is None else id(twin.untyped_storage())
-            start = tensor.data_ptr() if twin is None else int(twin.storage_offset()) * twin.itemsize
-            yield Extent(memory, start, start + tensor.nbytes, name)
+            here = local_of(tensor)
+            start = here.data_ptr() if twin is None else int(twin.storage_offset()) * twin.itemsize
+            yield Extent(memory, start, start + here.nbytes, name)
 
 
 def _weights_files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:

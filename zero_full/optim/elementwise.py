@@ -41,7 +41,7 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
         return
     for refused, reason in NOT_ELEMENTWISE.items():
         if isinstance(optimizer, refused):
-            instead = "an elementwise optimizer such as AdamW, or stage 0, which cuts nothing"
+            instead = "an elementwise optimizer such as AdamW, or stage 0 without tensor parallelism"
             if refused is torch.optim.Muon:
                 instead = "zero_full.Muon, which does the same at every stage"
             raise TypeError(f"{name} cannot step on pieces of parameters: it {reason}. Use {instead}")

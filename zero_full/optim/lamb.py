@@ -78,6 +78,8 @@ class Lamb(Coefficients):
         """Add a group. Its options are checked like the constructor's."""
         super().add_param_group(_checked({**self.defaults, **param_group}))
 
+    zero_full_sums_only = True  # of whole parameters it needs sums, which ranks with other parts can add up
+
     def zero_full_stepper(self) -> Stepper:
         """The stepper of sharded parameters."""
         return LambStep(self)

@@ -24,6 +24,8 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
     dense, experts = ([0] * pair.shard.size for pair in pairs)
     for flat, sizes in _sizes(taken, optimizer).items():
         totals, holders = experts if flat.kind.expert else dense, flat.across.size
+        if groups.tensor is not None and optimizer.contents.has_dtensors and not flat.kind.is_split:
+            holders *= groups.tensor.size  # tensor-parallel ranks save it together
         for rank in range(len(totals)):  # as the first of its replicas
             totals[rank] += sum(-(-f.numel // holders) * sizes[f.index] for f in flat.layout.fragments(rank))
     most = dict[int, int]()  # largest total by index among the replicas

@@ -50,9 +50,10 @@ class FakePeers(PartPeers):
         used: Container[Member],
         lane: Lane,
         owners: Owners,
+        tensor: Communicator | None = None,
     ) -> None:
         """`sent`: bytes sent by each rank, to which this adds."""
-        super().__init__(part, used, lane, owners)
+        super().__init__(part, used, lane, owners, tensor)
         self.tracker, self.sent = tracker, sent
         self.kind = None if any(group.master.tier.is_offloaded for group in part) else "update"
 

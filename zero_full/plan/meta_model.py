@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full._compat import parameters_and_children
+from zero_full.shard.group.dtensors import block_of, is_dtensor, largest_shape, mark_stand_in
 
 
 def meta_copy_of(model: nn.Module) -> nn.Module:
@@ -23,10 +24,15 @@ def meta_copy_of(model: nn.Module) -> nn.Module:
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor not in tensors:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            shape = largest_shape(tensor) if is_dtensor(tensor) else tensor.shape
+            empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, Parameter):
                 empty = Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))  # marks, such as `allreduce`
+            if is_dtensor(tensor):
+                mark_stand_in(empty)
+                if block_of(tensor) is not None:
+                    empty.tensor_model_parallel = True  # type: ignore[attr-defined]
             tensors[tensor] = empty
         return tensors[tensor]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_full.comm.topology import marked_as_expert
+from zero_full.comm.topology import marked_as_expert, marked_as_split
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.json_parser import read
 from zero_full.config.rules import MICRO, TRAIN
@@ -19,7 +19,9 @@ from zero_full.pipeline.module import PipelineModule
 from zero_full.plan.activations import activations
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
+from zero_full.shard.group.dtensors import is_dtensor
 from zero_full.start.argument_checks import check_model
+from zero_full.start.dtensor_checks import check_dtensor_options
 from zero_full.start.from_config import settings_of
 
 STAGES = (0, 1, 2, 3)
@@ -33,13 +35,15 @@ def plan(
     inputs: Sequence[Tensor] = (),
     device: str = "cuda",
     expert_parallel: int | None = None,
+    tensor: int | None = None,
 ) -> Plan:
     """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
     Without inputs, activations are unknown.
     """
     _check_kind(model)
-    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
+    ranks = _tensor_ranks(model, tensor)
+    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device, ranks)
     return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
 
 
@@ -51,6 +55,7 @@ def plan_stages(
     inputs: Sequence[Tensor] = (),
     device: str = "cuda",
     expert_parallel: int | None = None,
+    tensor: int | None = None,
 ) -> list[Plan]:
     """Make a plan for every stage that the optimizer supports, regardless of the config's stage.
 
@@ -60,9 +65,12 @@ def plan_stages(
              activations are unknown and missing in the peak
     device   the device type of the run; only "cpu" uses shared-memory windows
     expert_parallel  the number of consecutive ranks with different experts, if the model has experts
+    tensor   the number of tensor-parallel ranks, beside `world` data-parallel ones; None: that of the mesh
+             that has cut the model, if any
     """
     _check_kind(model)
-    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
+    ranks = _tensor_ranks(model, tensor)
+    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device, ranks)
     activation_bytes = _activations(model, resolved.config, inputs)
     stages: Sequence[int] = STAGES
     with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
@@ -106,6 +114,9 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_byt
     try:
         check_model(model)
         _check_experts(model, cluster)
+        for name, param in model.named_parameters():
+            if is_dtensor(param):
+                check_dtensor_options(name, settings_of(resolved.config))
         simulated = Simulation(model, resolved, cluster)
     except ConfigError:
         raise
@@ -123,6 +134,23 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_byt
         activations=activation_bytes,
         **found,
     )
+
+
+def _tensor_ranks(model: nn.Module, given: int | None) -> int | None:
+    """Return the number of tensor-parallel ranks. Raises PlanError if it is unknown, or not the model's."""
+    named, sizes = [*model.named_parameters()], dict[int, str]()
+    for name, param in named:
+        if is_dtensor(param):
+            sizes.setdefault(param.device_mesh.size(), name)  # type: ignore[attr-defined]
+    if given is not None and sizes and [*sizes] != [given]:
+        size, name = next((size, name) for size, name in sizes.items() if size != given)
+        raise PlanError(f"tensor is {given}, but {name} is a DTensor over {size} ranks")
+    if given is not None and given > 1 and not sizes and not any(marked_as_split(*each) for each in named):
+        raise PlanError(
+            f"tensor is {given}, but no parameter of the model is cut. Pass the model of one rank: cut by "
+            f"parallelize_module over a mesh of {given} ranks, or with parameters marked as split"
+        )
+    return given if given is not None else next(iter(sizes), None)
 
 
 def _check_experts(model: nn.Module, cluster: Cluster) -> None:

@@ -50,6 +50,7 @@ from zero_full.shard.deal.dealer import Dealer, Drafts
 from zero_full.shard.deal.host_memory import Sizes, host_memory
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.start.argument_checks import check_optimizer
+from zero_full.start.dtensor_checks import check_split_rule
 from zero_full.start.from_config import accumulation_of, scaler_of, settings_of, shard_ranks_of
 
 DEFAULT_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
@@ -65,6 +66,7 @@ class Cluster:
     world: int  # number of data-parallel ranks
     experts: int | None  # number of consecutive ranks that hold different experts
     device: str
+    tensor: int | None = None  # number of tensor-parallel ranks
 
     def topology(self, config: Config) -> Topology:
         """Return fake process groups of the first rank."""
@@ -73,6 +75,8 @@ class Cluster:
         if size is not None:
             different, same = FakeGroup(ranks[:size], 0), FakeGroup(ranks[::size], 0)
             topology = replace(topology, expert=different, expert_data=same)
+        if self.tensor is not None:
+            topology = replace(topology, tensor=FakeGroup(range(self.tensor), 0))
         shard_ranks = shard_ranks_of(config, self.world)
         return topology if shard_ranks is None else topology.with_sub_groups(shard_ranks)
 
@@ -129,6 +133,8 @@ class Simulation:
         if any(group is not None and group.size() > 1 for group in cut):
             with _config_errors():
                 check_elementwise(base, settings.allow_untested)
+        if topology.tensor is not None:
+            check_split_rule(self.model, base, topology, settings.allow_untested)
         tier, param_tier = (
             fake_tier(each, self.planned, self.tracker) for each in (settings.tier, settings.param_tier)
         )
@@ -149,7 +155,8 @@ class Simulation:
         steppers.fused_adam.compiled_for = lambda device: is_compiled
         for group in made.trained:
             group.master.compiled_for = lambda device: is_compiled
-        steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank)
+        tensor = made.groups.tensor
+        steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank, tensor=tensor)
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
                 kind = "update" if stepper.phases() else None

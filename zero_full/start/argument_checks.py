@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
 from zero_full.formatting import listed
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.master import StateByParameter
 from zero_full.shard.guards.model_watch import invalid_option
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
@@ -55,7 +56,7 @@ def _check_type(name: str, value: Any, is_valid: bool, expected: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if the model's parameters cannot be sharded: wrapped, lazy, DTensors, viewed by buffers."""
+    """Raise if the model's parameters cannot be sharded: wrapped, lazy, viewed by buffers."""
     for name, module in model.named_modules():
         if type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
             raise ValueError(
@@ -68,11 +69,6 @@ def check_model(model: nn.Module) -> None:
                 f"{name} has no shape yet, because its module is lazy. Run a batch through the model on "
                 "every rank before initialize"
             )
-        if type(param.data) is not torch.Tensor and hasattr(param, "device_mesh"):
-            raise ValueError(
-                f"{name} is a DTensor, which parallelize_module, fully_shard or from_pretrained(tp_plan=...) "
-                "has sharded already. Pass the model as it was constructed"
-            )
     _check_views(model)
 
 
@@ -81,11 +77,11 @@ def _check_views(model: nn.Module) -> None:
     named = [
         (name, p) for name, p in model.named_parameters() if has_values(p) and not is_lazy(p) and p.numel()
     ]
-    owner = {param.untyped_storage().data_ptr(): name for name, param in named}
+    owner = {local_of(param).untyped_storage().data_ptr(): name for name, param in named}
     for name, buffer in model.named_buffers():
         if not has_values(buffer) or not buffer.numel():
             continue
-        viewed = owner.get(buffer.untyped_storage().data_ptr())
+        viewed = owner.get(local_of(buffer).untyped_storage().data_ptr())
         if viewed is not None:
             raise ValueError(
                 f"buffer {name} is a view of parameter {viewed}, whose memory initialize replaces. Clone the "

@@ -57,6 +57,12 @@ def gather_objects(mine: Any, topology: Topology) -> dict[int, Any]:
     return _gather(mine, groups_of(topology))
 
 
+def gather_everywhere(mine: Any, topology: Topology) -> dict[int, Any]:
+    """Gather an object from every rank, also from those with other parts of the model. All must call this."""
+    parts = [] if isinstance(topology.data, FakeGroup) else topology.across_parts
+    return _gather(mine, [*groups_of(topology), *parts])
+
+
 def _gather(mine: Any, groups: Sequence[dist.ProcessGroup]) -> dict[int, Any]:
     """Gather an object over these groups, one after the other, by global rank."""
     known = {this_rank(): mine}
@@ -130,7 +136,7 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    answers = _gather(text, [*groups_of(topology), *topology.across_parts])
+    answers = gather_everywhere(text, topology)
     failures = {rank: each for rank, each in answers.items() if each is not None}
     if failures:
         rank, first_text = next(iter(failures.items()))

@@ -18,6 +18,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
+from zero_full.shard.group.dtensors import is_dtensor, like, local_of, part_of, whole_of
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member, is_released
 from zero_full.shard.group.registry import owner_of, record_of
@@ -41,7 +42,8 @@ def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]
     optimizer.catch_up()
     for group in optimizer.parts.groups:
         with whole_groups(optimizer, [group]):
-            yield from zip(group.members, group.parameters.windows, strict=True)
+            for member in group.members:
+                yield member, group.parameters.shown(member)
 
 
 @contextmanager
@@ -86,11 +88,13 @@ def whole_state_dict(
         names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
     made: dict[str, Any] = {}
     for member, whole in whole_parameters(optimizer):
+        if member.block is not None:
+            whole = whole.full_tensor()  # type: ignore[attr-defined]
         if member.param in names:
-            made.update(dict.fromkeys(names[member.param], keep(whole)))
+            made.update(dict.fromkeys(names[member.param], keep(local_of(whole))))
     for name, value in state.items():
         if name not in made:
-            made[name] = keep(value) if isinstance(value, Tensor) else value
+            made[name] = keep(whole_of(value)) if isinstance(value, Tensor) else value
     return {name: made[name] for name in state}
 
 
@@ -112,9 +116,15 @@ def load_whole_state_dict(
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
             raise ValueError(f"{name} has shape {shapes}")
-        optimizer.parts.fill(mine[name], state[name])
+        optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
+    others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
-        module.load_state_dict({k: v for k, v in state.items() if k in mine and k not in names}, strict=False)
+        module.load_state_dict(others, strict=False)
+
+
+def _laid_out(tensor: Any, value: Any) -> Any:
+    """Return the value for a tensor of the module: for a DTensor a DTensor that is laid out alike."""
+    return like(tensor, part_of(tensor, value)) if is_dtensor(tensor) else value
 
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any]:
@@ -322,13 +332,13 @@ class GatheredParameters:
 
     def _keep_changes(self) -> str | None:
         """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
-        for _, chosen, _ in self.stack:
+        for optimizer, chosen, _ in self.stack:
             for group, members in chosen.items():
                 for member in members:
                     window = group.parameters.windows[member.index]
                     # A broadcast as a sum of one rank's values and zeros. A real one would need the index of
                     # the rank in each group.
-                    if this_rank() != self.modifier_rank:
+                    if not self._is_modifier(optimizer):
                         window.zero_()
                     for ranks in (group.ranks, group.across):
                         ranks.sum_numbers(window, f"changes of {member.name}")
@@ -341,6 +351,16 @@ class GatheredParameters:
                     return str(error)
         return None
 
+    def _is_modifier(self, optimizer: ZeroOptimizer) -> bool:
+        """Return whether this rank's values are kept: `modifier_rank`'s, or those of a rank of its `tensor`.
+
+        A DTensor is changed by all ranks of `tensor` together, each its own part.
+        """
+        tensor = optimizer.groups.tensor
+        if tensor is not None and any(group.kind.is_dtensor for group in optimizer.parts.groups):
+            return self.modifier_rank in tensor.ranks
+        return this_rank() == self.modifier_rank
+
     def _check_modifier(self, optimizer: ZeroOptimizer, chosen: Chosen) -> None:
         """Raise on every rank if `modifier_rank` lacks one of the parameters, on any rank.
 
@@ -351,7 +371,7 @@ class GatheredParameters:
             pairs.setdefault((group.ranks, group.across), []).extend(member.name for member in members)
         lacking = list[str]()
         for (ranks, across), names in pairs.items():
-            found = torch.tensor([float(this_rank() == self.modifier_rank)], device=ranks.device)
+            found = torch.tensor([float(self._is_modifier(optimizer))], device=ranks.device)
             for communicator in (ranks, across):
                 communicator.sum_numbers(found, "modifier_rank")
             if found.item() != 1:

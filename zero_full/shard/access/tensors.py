@@ -1,9 +1,10 @@
 """Read and write the tensors behind a parameter: fp32 value (master weight), gradient, optimizer state.
 
 The `full` functions read or write whole tensors. Every rank of the parameter's group must call them, and all
-get or pass the same values. The `local` functions read or write this rank's fragment: a flat tensor with the
-elements that this rank owns, possibly none. They do not communicate. The next step compares written values:
-whole tensors on all ranks, fragments on their replicas (all ranks at stage 0).
+get or pass the same values. Of a DTensor they return DTensors, and take DTensors or whole tensors. The
+`local` functions read or write this rank's fragment: a flat tensor with the elements that this rank owns,
+possibly none. They do not communicate. The next step compares written values: whole tensors on all ranks,
+fragments on their replicas (all ranks at stage 0).
 
 For a parameter that the engine does not train, the getters return None.
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
+from zero_full.shard.group.dtensors import like, part_of
 from zero_full.shard.group.hand_written import GRADIENT
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -73,23 +75,32 @@ class ParameterPlace:
         gradients, member = self.gradients, self.member
         if gradients.local_grads is None or member not in gradients.arrived:
             return None
-        window = gradients.local_grads[gradients.layout.windows[member.index]].view(member.param.shape)
+        window = gradients.local_grads[gradients.layout.windows[member.index]].view(member.shape)
         return window.to(gradients.accumulate) / self.optimizer.gradients.scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Assemble the whole tensor from the fragments of all ranks. Every rank must call this."""
-        param = self.member.param
-        whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+        shape = self.member.shape
+        whole = torch.zeros(shape.numel(), dtype=dtype, device=self.member.param.device)
         if mine is not None and self.piece is not None:
             start, stop = self.piece.param_range
             with self.optimizer.offloaded.present([mine]):
                 whole[start:stop] = mine.reshape(-1)
-        return self.group.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
+        return self.group.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(shape)
 
     def whole(self, kind: EntryKind, mine: Tensor | None) -> Tensor:
         """Assemble a state entry of this kind from the ranks' fragments. Every rank must call this."""
         dims, dtype, value = kind
         return self.assemble(mine, dtype) if dims else torch.tensor(value, dtype=dtype)
+
+    def part(self, value: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, if the parameter is a DTensor; else the tensor."""
+        return part_of(self.member.param, value) if self.group.kind.is_dtensor else value
+
+    def shown(self, whole: Tensor) -> Tensor:
+        """Return an assembled tensor in the form of the parameter: for a DTensor a DTensor."""
+        made: Tensor = like(self.member.param, whole) if self.group.kind.is_dtensor and whole.dim() else whole
+        return made
 
     def note(self, what: str, value: Tensor) -> None:
         """Let the next step check that all ranks wrote the same whole tensor: see [Note: written by hand]."""
@@ -107,6 +118,7 @@ class ParameterPlace:
             raise ValueError(
                 f"{self.member.name} has shape {tuple(self.member.param.shape)}, got {tuple(value.shape)}"
             )
+        value = self.part(value)
         start, stop = (0, 0) if self.piece is None else self.piece.param_range
         return value.detach().reshape(-1)[start:stop]
 
@@ -170,7 +182,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
         return None
     place.optimizer.check_ranks_equal("safe_get_full_fp32_param")
     mine = place.piece.master if place.piece is not None else None
-    return place.assemble(mine, place.master.values.dtype)
+    return place.shown(place.assemble(mine, place.master.values.dtype))
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -183,7 +195,8 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
         return None
     place.optimizer.reducer.settle()
     if not place.is_averaged():
-        return place.own_gradient()
+        own = place.own_gradient()
+        return None if own is None else place.shown(own)
     mine = place.gradient()
     if mine is None:
         return None
@@ -192,7 +205,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
         place.group.across.sum_numbers(whole, f"gradient of {place.member.name}").div_(
             place.group.across.size
         )
-    return whole
+    return place.shown(whole)
 
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
@@ -213,7 +226,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
         return None
     if kind is None:  # the same list on all ranks, so all raise
         raise _no_such_state(place, key, keys)
-    return place.whole(kind, mine)
+    return place.shown(place.whole(kind, mine))
 
 
 def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
@@ -308,9 +321,9 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     place = _place(param)
     place.optimizer.check_ranks_equal("safe_set_full_fp32_param")
     place.cut(value)  # checks its shape
-    place.note(MASTER, value)
+    place.note(MASTER, place.part(value))
     with torch.no_grad():
-        place.master.fill(place.member, value)
+        place.master.fill(place.member, place.part(value))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
@@ -323,8 +336,8 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     if reducer.unreduced or place.is_averaged():
         _set_grad(place, mine)
     else:
-        reducer.give(place.member, value.detach() * place.optimizer.gradients.scale)
-    place.note(GRADIENT, value)
+        reducer.give(place.member, place.part(value).detach() * place.optimizer.gradients.scale)
+    place.note(GRADIENT, place.part(value))
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
@@ -332,7 +345,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> 
     place = _place(param)
     place.optimizer.check_ranks_equal("safe_set_full_optimizer_state")
     _set_state(place, place.cut(value), key)
-    place.note(key, value)
+    place.note(key, place.part(value))
 
 
 def safe_update_full_grad_vectorized(

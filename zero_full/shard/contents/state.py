@@ -23,9 +23,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full._compat import clean_name
+from zero_full.layout import LocalBlock
 from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.deal.dealer import Sharded
+from zero_full.shard.group.dtensors import block_of, local_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.process_groups import Groups
 
@@ -39,16 +41,21 @@ class Chunk:
 
     key: str
     shape: tuple[int, ...]  # of the whole tensor
-    start: int  # first element in the flattened tensor
+    start: int  # first element in the flattened tensor, or in the flattened block
     values: Tensor  # the elements, in one dimension: the tensor's own memory, unless `scattered`
     holder: tuple[int, int] = (0, 1)  # this rank's index among the ranks with the same range, their number
     scattered: Tensor | None = None  # the whole tensor if it is not contiguous; then `values` is a copy
     differs: bool = False  # these ranks have different values
+    block: LocalBlock | None = None  # the range is one of this block, flattened; None: of the tensor itself
 
     @property
     def stop(self) -> int:
-        """The end of the range in the flattened tensor."""
+        """The end of the range in the flattened tensor or block."""
         return self.start + self.values.numel()
+
+    def runs(self) -> Iterable[tuple[int, int]]:
+        """Return the ranges of the flattened tensor with this chunk's elements, in order."""
+        return [(self.start, self.stop)] if self.block is None else self.block.runs(self.start, self.stop)
 
     def share(self) -> "Chunk":
         """Return the part that this rank saves, so that ranks with the same range save it once together."""
@@ -120,11 +127,14 @@ class Contents:
         """
         self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
         self.stepper, self.owners = stepper, owners
+        # DTensors know their place in the whole parameter, so parameters of one name are parts of one.
+        self.has_dtensors = any(group.kind.is_dtensor for group in parts.groups)
 
     def part(self, expert: bool) -> str:
         """Return the suffix that distinguishes parameters of the same name on different ranks, or ""."""
         tensor, experts = self.groups.tensor, self.groups.between_experts
-        part = "" if tensor is None or tensor.size == 1 else f"@model{tensor.rank}"  # its name in files
+        is_named = tensor is not None and tensor.size > 1 and not self.has_dtensors
+        part = f"@model{tensor.rank}" if tensor is not None and is_named else ""  # its name in files
         return part + (f"@expert{experts.rank}" if expert and experts is not None else "")
 
     def _key(self, group: ParameterGroup, name: str) -> str:
@@ -140,34 +150,40 @@ class Contents:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all parameters in flat buffers, by key."""
-        return {
-            self._key(group, m.name): tuple(m.param.shape)
-            for group in self.parts.groups
-            for m in group.members
-        }
+        return {self._key(group, m.name): m.whole_shape for group in self.parts.groups for m in group.members}
 
-    def pieces(self) -> Iterator[tuple[str, Piece, tuple[int, int]]]:
-        """Yield the key, the piece and the `Chunk.holder` of every piece that this rank steps."""
+    def pieces(self) -> Iterator[tuple[str, Piece, "Origin"]]:
+        """Yield the key, the piece and the origin of every piece that this rank steps."""
         for group in self.parts.trained:
-            holder = group.across.rank, group.across.size
-            for piece in group.master.pieces.values():
-                yield self._key(group, piece.name), piece, holder
+            holder = self._holder(group)
+            for member, piece in group.master.pieces.items():
+                yield self._key(group, piece.name), piece, Origin(holder, member.whole_shape, member.block)
+
+    def _holder(self, group: ParameterGroup) -> tuple[int, int]:
+        """Return the `Chunk.holder` of this rank's slice of a group."""
+        return self._among_tensor(group.across.rank, group.across.size, group.kind.is_split)
+
+    def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
+        """Return the holder, counting the tensor-parallel ranks, which also have what is not split."""
+        tensor = self.groups.tensor
+        if tensor is None or is_split or not self.has_dtensors:
+            return place, holders
+        return place * tensor.size + tensor.rank, holders * tensor.size
 
     def masters(self) -> Iterator[Chunk]:
         """Yield the master weights."""
-        for key, piece, holder in self.pieces():
-            common = _flat(self.stepper.common(piece))
-            yield Chunk(key, tuple(piece.shape), piece.param_range[0], common, holder)
+        for key, piece, origin in self.pieces():
+            yield origin.chunk(key, piece, _flat(self.stepper.common(piece)))
 
     def state(self) -> Iterator[Chunk]:
         """Yield elementwise and whole-parameter optimizer state; raise ValueError for other shapes."""
-        for key, piece, holder in self.pieces():
+        for key, piece, origin in self.pieces():
             for entry, value in self.base.state.get(piece.master, {}).items():
                 if entry in self.stepper.whole_entries:
                     if piece.param_range[0] == 0:  # ranks with other pieces have equal values
-                        yield _whole_chunk(state_key(key, entry), value, holder)
+                        yield _whole_chunk(state_key(key, entry), value, origin.holder)
                 elif not _is_number(entry, value, piece):
-                    chunk = _state_chunk(state_key(key, entry), piece, value, holder)
+                    chunk = _state_chunk(state_key(key, entry), piece, value, origin)
                     yield replace(chunk, differs=entry in self.stepper.own_entries)
         for key, _, state, holder in self.whole_states():
             for entry, value in state.items():
@@ -186,9 +202,8 @@ class Contents:
         for group in self.parts.trained:
             for member in group.members if not group.asleep else ():
                 if self.owners.get(member.name) == group.ranks.rank:
-                    whole = Whole(member.name, member.param.shape, member.group)
-                    holder = group.across.rank, group.across.size
-                    yield self._key(group, member.name), group, rule.state(whole), holder
+                    whole = Whole(member.name, member.shape, member.group)
+                    yield self._key(group, member.name), group, rule.state(whole), self._holder(group)
 
     def cut_state(self) -> Iterator[Chunk]:
         """Yield elementwise state that the optimizer shards by itself, in its own ranges."""
@@ -207,10 +222,10 @@ class Contents:
         `every`: for each piece of this rank; else each parameter's come from one rank only.
         """
         numbers = {}
-        for key, piece, (place, _) in self.pieces():
+        for key, piece, origin in self.pieces():
             state = self.base.state.get(piece.master, {})
             mine = {entry: value for entry, value in state.items() if _is_number(entry, value, piece)}
-            if mine and (every or (place == 0 and piece.param_range[0] == 0)):
+            if mine and (every or (origin.holder[0] == 0 and piece.param_range[0] == 0)):
                 numbers[key] = {
                     k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in mine.items()
                 }
@@ -219,12 +234,12 @@ class Contents:
     def frozen(self) -> Iterator[Chunk]:
         """Yield the frozen parameters that are sharded."""
         for group in self.parts.frozen:
-            flat, holder = group.parameters, (group.across.rank, group.across.size)
+            flat, holder = group.parameters, self._holder(group)
             for fragment in flat.fragments.values():
                 member = flat.members[fragment.index]
-                shape, mine = tuple(member.param.shape), flat.cut(flat.shard, fragment)
-                key = self._key(group, member.name)
-                yield Chunk(key, shape, fragment.param_range[0], mine.detach(), holder)
+                key, mine = self._key(group, member.name), flat.cut(flat.shard, fragment).detach()
+                start, shape = fragment.param_range[0], member.whole_shape
+                yield Chunk(key, shape, start, mine, holder, block=member.block)
 
     def whole(self, named: Mapping[str, Any]) -> Iterator[Chunk]:
         """Yield a state dict's tensors that every rank has whole."""
@@ -233,9 +248,24 @@ class Contents:
         place = pair.shard.rank * pair.across.size + pair.across.rank
         for name, tensor in named.items():
             if isinstance(tensor, Tensor) and tensor not in self.parts.places:
-                holder = place, pair.shard.size * pair.across.size
-                key, scattered = self.key_of(tensor, name), None if tensor.is_contiguous() else tensor
-                yield Chunk(key, tuple(tensor.shape), 0, _flat(tensor), holder, scattered)
+                block, here = block_of(tensor), local_of(tensor)
+                ranks = pair.shard.size * pair.across.size
+                holder = self._among_tensor(place, ranks, block is not None)
+                key, scattered = self.key_of(tensor, name), None if here.is_contiguous() else here
+                yield Chunk(key, tuple(tensor.shape), 0, _flat(here), holder, scattered, block=block)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a piece's elements are in the whole parameter, and which ranks have the same ones."""
+
+    holder: tuple[int, int]  # see `Chunk.holder`
+    shape: tuple[int, ...]  # of the whole parameter
+    block: LocalBlock | None  # of which the piece is a range; None: of the parameter itself
+
+    def chunk(self, key: str, piece: Piece, values: Tensor) -> Chunk:
+        """Make the chunk of a value for each element of the piece."""
+        return Chunk(key, self.shape, piece.param_range[0], values, self.holder, block=self.block)
 
 
 def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
@@ -248,12 +278,12 @@ def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
     return Chunk(key, tuple(value.shape), 0, _flat(value), holder)
 
 
-def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) -> Chunk:
+def _state_chunk(key: str, piece: Piece, value: Any, origin: Origin) -> Chunk:
     """Make the chunk of a state entry: elementwise, or of any shape if this rank owns the whole parameter."""
     if isinstance(value, Tensor) and value.shape == piece.master.shape:
-        return Chunk(key, tuple(piece.shape), piece.param_range[0], _flat(value), holder)
-    if isinstance(value, Tensor) and piece.master.numel() == prod(piece.shape):
-        return Chunk(key, tuple(value.shape), 0, _flat(value), holder)
+        return origin.chunk(key, piece, _flat(value))
+    if isinstance(value, Tensor) and piece.master.numel() == prod(piece.shape) and origin.block is None:
+        return Chunk(key, tuple(value.shape), 0, _flat(value), origin.holder)
     shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
         f"{key.partition('/')[2]} is {shape}, neither one number nor one value for each of the elements "
@@ -307,16 +337,17 @@ class NewState:
                     shape, dtype = self.values.shapes[place], self.values.dtypes[place]
                     made[entry] = torch.empty(shape, dtype=dtype, device=group.kind.device)
                     yield Chunk(place, shape, 0, made[entry].view(-1))
-        for key, piece, _ in self.contents.pieces():
+        for key, piece, origin in self.contents.pieces():
             state = self.of[key] = dict(self.values.numbers.get(key, {}))
             for entry, place in stored.get(key, {}).items():
                 shape, is_whole = self.values.shapes[place], entry in stepper.whole_entries
                 if is_whole and stepper.whole_rule is not None:
                     continue
-                is_cut = shape == tuple(piece.shape) and not is_whole
+                is_cut = shape == origin.shape and not is_whole
                 whole = piece.master.shape if is_cut else shape
                 state[entry] = self._room(piece, entry, whole, self.values.dtypes[place])
-                yield Chunk(place, shape, piece.param_range[0] if is_cut else 0, state[entry].view(-1))
+                values = state[entry].view(-1)
+                yield origin.chunk(place, piece, values) if is_cut else Chunk(place, shape, 0, values)
 
     def _room(self, piece: Piece, entry: str, shape: Sequence[int], stored: torch.dtype) -> Tensor:
         """Return memory to load an entry into: the existing tensor if it fits, else a new one."""

@@ -16,6 +16,15 @@ from zero_full.offload import BlockTier, DeviceTier, Flow, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
+from zero_full.shard.group.dtensors import (
+    block_of,
+    counts_as_dtensor,
+    is_dtensor,
+    largest_numel,
+    local_of,
+    local_shape,
+    point,
+)
 from zero_full.shard.group.gradients import FlatGradients, HostGradients, Spares
 from zero_full.shard.group.master import Master
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
@@ -150,7 +159,8 @@ class Dealer:
         trained = [(name, p) for name, p in everything if p in self.group_of]
         _check_not_released([(name, p) for name, p in everything if p not in self.deferred])
         here = [(name, p) for name, p in trained if p not in self.deferred and p.numel() and not p.is_meta]
-        check_no_overlap(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
+        extents = ((name, local_of(p)) for name, p in here)
+        check_no_overlap(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in extents)
         units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
@@ -202,7 +212,7 @@ class Dealer:
     def _buckets(self, trained: Sequence[Named]) -> Iterator[Draft]:
         """Plan gradient buckets for parameters that stay whole, in the order of backward."""
         kinds = [self._kind(name, p) for name, p in trained]
-        numels = [p.numel() for _, p in trained]
+        numels = [largest_numel(p) for _, p in trained]
         limit, part = self.settings.bucket_numel, self.settings.tier.part_numel
         if part is not None:  # state is stepped in parts: a bucket is at most one
             limit = min(limit, part * self.groups.dense.shard.size)
@@ -213,19 +223,32 @@ class Dealer:
             yield self._draft([trained[index] for index in indices], kind)
 
     def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> Draft:
-        return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
+        numels = [local_shape(p).numel() for _, p in named]
+        return Draft(named, kind, layout_of(numels, self._pair(kind)), unit)
 
     def _flat(self, draft: Draft) -> FlatParameters:
         named, kind = draft.named, draft.kind
-        members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
+        members = [
+            Member(name, p, self.group_of.get(p, FROZEN), i, local_shape(p), block_of(p))
+            for i, (name, p) in enumerate(named)
+        ]
         deferred = any(p in self.deferred for _, p in named)
-        return FlatParameters(members, kind, self._pair(kind), deferred, self.param_store)
+        made = FlatParameters
+        if kind.is_dtensor and is_dtensor(named[0][1]):  # other runs do not import its file
+            from zero_full.shard.group.dtensor_groups import DTensorParameters
+
+            made = DTensorParameters
+        return made(members, kind, self._pair(kind), deferred, self.param_store)
 
     def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
         flow, reduce = self.flow if tier.is_offloaded else None, self._pair(flat.kind).reduce
         kind = FlatGradients if flow is None else HostGradients
+        if is_dtensor(flat.params[0]):
+            from zero_full.shard.group.dtensor_groups import gradients_class
+
+            kind = gradients_class(kind)
         gradients = kind(flat, settings, divisors, reduce, spares, flow)
         return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, flow))
 
@@ -247,12 +270,23 @@ class Dealer:
                 f"{name} is marked as an expert, but there are no expert groups. "
                 "Pass topology=Topology(expert=..., expert_data=...)"
             )
-        tensor = self.groups.tensor
-        in_norm = tensor is None or tensor.rank == 0 or self.topology.is_split(name, param)
+        tensor, block = self.groups.tensor, block_of(param)
+        is_split = tensor is not None and (block is not None or self.topology.is_split(name, param))
+        in_norm = is_split or tensor is None or tensor.rank == 0
         in_norm = in_norm and not self.topology.is_copy(name, param)
         asleep = trained and not param.requires_grad
         run_dtype = self.settings.dtypes.of(param.dtype, name)
-        return Kind(param.dtype, run_dtype, param.device, expert, in_norm, trained, asleep)
+        return Kind(
+            param.dtype,
+            run_dtype,
+            param.device,
+            expert,
+            in_norm,
+            trained,
+            asleep,
+            is_dtensor=counts_as_dtensor(param),
+            is_split=is_split,
+        )
 
 
 def place_the_rest(
@@ -265,9 +299,14 @@ def place_the_rest(
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
-        _broadcast(tensor.data, pair, name)
         own_type = settings.dtypes.of(tensor.dtype, name)
-        tensor.data = tensor.data.to(own_type if isinstance(tensor, Parameter) else dtypes[name])
+        wanted = own_type if isinstance(tensor, Parameter) else dtypes[name]
+        if is_dtensor(tensor):
+            _broadcast(local_of(tensor), pair, name)
+            point(tensor, local_of(tensor).to(wanted))
+            continue
+        _broadcast(tensor.data, pair, name)
+        tensor.data = tensor.data.to(wanted)
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:

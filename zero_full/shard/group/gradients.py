@@ -101,6 +101,7 @@ class FlatGradients:
             and parameters.dtype == self.accumulate == master
             and settings.plain_divisor == 1
             and self.down is None
+            and not parameters.kind.is_dtensor
         )
         # Through `spares`. A buffer that is the average itself stays until it is copied to the host.
         self.reuses_memory = self.device.type == "cpu" and not (self.down is not None and self.is_average)
@@ -325,7 +326,7 @@ class FlatGradients:
         """Return a whole averaged gradient in the parameter's dtype; at stage 0 only."""
         gradient = self.gradient_of(member)
         assert gradient is not None
-        return gradient.view(member.param.shape).to(member.param.dtype)
+        return gradient.view(member.shape).to(member.param.dtype)
 
     def check_dense(self) -> None:
         """Raise TypeError if a gradient that autograd has left in `param.grad` is sparse."""

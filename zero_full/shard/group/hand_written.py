@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_full.shard.group.checksum import fingerprint
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.parameters import Member
 
 GRADIENT = "gradient"
@@ -75,7 +76,7 @@ class HandWritten:
 
 def _fingerprint(value: Tensor) -> Tensor:
     """Compute a fingerprint on the tensor's device, so that the host waits for it only in the step."""
-    return fingerprint(value.detach().contiguous().reshape(-1))
+    return fingerprint(local_of(value).detach().contiguous().reshape(-1))
 
 
 def _digests(entries: dict[Entry, Tensor | str], members: Collection[Member]) -> list[tuple[str, str]]:

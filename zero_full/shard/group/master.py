@@ -88,8 +88,7 @@ class Master:
             member = self.parameters.members[fragment.index]
             mine = self.parameters.piece_of(master, member)
             assert mine is not None
-            shape = member.param.shape
-            self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
+            self.pieces[member] = Piece(member.name, member.shape, fragment.param_range, member.group, mine)
         self.sent, self.published, self.changed = master, None, None
         self.staging: list[Tensor] = []  # host memory of slices that are copied to and from the device
         if self.flow is not None and self.is_separate:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.gradients import FlatGradients
 from zero_full.shard.group.master import Master, StateByParameter
 from zero_full.shard.group.parameters import FlatParameters, GatherState, Member
@@ -78,6 +79,7 @@ def _cut(value: Any, group: TrainedGroup, member: Member, piece: Piece, dtype: t
     """Copy this rank's elements of a state entry of the whole parameter; return other entries unchanged."""
     if not isinstance(value, Tensor) or value.shape != member.param.shape or not value.dim():
         return value
+    value = local_of(value)
     start, stop = piece.param_range
     mine = value.reshape(-1)[start:stop].reshape(piece.master.shape)
     kept = dtype if value.dtype == group.kind.dtype else value.dtype

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
-from zero_full.layout import FlatLayout, Fragment
+from zero_full.layout import FlatLayout, Fragment, LocalBlock
 from zero_full.offload import ParamSlice, ParamStore
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard.group.process_groups import Pair
@@ -41,6 +41,13 @@ class Member:
     param: Parameter
     group: int  # index of the optimizer's parameter group; FROZEN if there is none
     index: int  # index in the buffer
+    shape: torch.Size  # of the tensor that this rank holds: the parameter's, or that of its local tensor
+    block: LocalBlock | None = None  # place of that tensor in a DTensor that is cut, see `dtensor_groups.py`
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(self.shape) if self.block is None else self.block.shape
 
 
 FROZEN = -1
@@ -58,6 +65,8 @@ class Kind:
     trained: bool = True
     asleep: bool = False  # in an optimizer group, but frozen at first
     released_at_rest: bool = False  # gathered for use only
+    is_dtensor: bool = False  # see [Note: DTensors] in `dtensor_groups.py`
+    is_split: bool = False  # other tensor-parallel ranks hold other parts of the parameters
 
 
 class GatherState(Enum):
@@ -124,11 +133,11 @@ class FlatParameters:
         """
         self.members, self.kind = list(members), kind
         self.params = [member.param for member in members]
-        self.shapes = [param.shape for param in self.params]
+        self.shapes = [member.shape for member in self.members]
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
         self.dtype = kind.run_dtype
-        self.layout = layout_of([m.param.numel() for m in members], pair)
+        self.layout = layout_of([m.shape.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
         param_store = (
             (param_store or ParamStore()).of(self.layout.shard) if kind.released_at_rest else ParamStore()
@@ -155,7 +164,8 @@ class FlatParameters:
         """Copy the parameters into the buffer, and broadcast the first rank's values to all ranks."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
-            original[self.layout.windows[member.index]].view(member.param.shape).copy_(member.param.detach())
+            window = original[self.layout.windows[member.index]].view(member.shape)
+            window.copy_(self.values_of(member.param))
         for group in (self.ranks, self.across):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
@@ -188,6 +198,18 @@ class FlatParameters:
         return [self.full[window].view(shape) for window, shape in pairs]
 
     # Whole and sharded ---------------------------------------------------------------------------
+
+    def values_of(self, param: Parameter) -> Tensor:
+        """Return the tensor that this rank holds of a parameter."""
+        return param.data
+
+    def point(self, param: Parameter, values: Tensor) -> None:
+        """Give a parameter other memory, with other values."""
+        param.data = values
+
+    def shown(self, member: Member) -> Tensor:
+        """Return the parameter's values in the buffer, for user code."""
+        return self.windows[member.index]
 
     def show(self) -> None:
         """Point the parameters to their windows in the buffer, and restore their own classes."""
@@ -235,27 +257,30 @@ class FlatParameters:
                 if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
                     found.append((member, place))
         if found and self.hidden:
-            member = found[0][0]
-            raise RuntimeError(
-                f"{member.name} was assigned a tensor while it was sharded or offloaded, by param.data = ... "
-                f"or a conversion of the module. It is {_kind_of(member.param.data)} now. Do that inside "
-                "zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
-            )
+            raise self.assigned_while_released(found[0][0])
         return found
+
+    def assigned_while_released(self, member: Member) -> RuntimeError:
+        """Return the error for a parameter that user code gave other memory while it was released."""
+        return RuntimeError(
+            f"{member.name} was assigned a tensor while it was sharded or offloaded, by param.data = ... "
+            f"or a conversion of the module. It is {_kind_of(self.values_of(member.param))} now. Do that "
+            "inside zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
+        )
 
     @torch.no_grad()
     def adopt_assigned(self) -> list[Member]:
         """Adopt the values of tensors that user code assigned to `param.data`. Returns the parameters."""
         adopted = []
         for member, window in self.reassigned():
-            given = member.param.data
+            given = self.values_of(member.param)
             if (given.shape, given.dtype, given.device) != (window.shape, window.dtype, window.device):
                 raise RuntimeError(
                     f"{member.name} was {_kind_of(window)} at initialize and is {_kind_of(given)} now. "
                     "Convert the model before initialize, or choose its precision by the keys bf16 and fp16"
                 )
             window.copy_(given)
-            member.param.data = window
+            self.point(member.param, window)
             adopted.append(member)
         self.adopted = self.adopted or bool(adopted)
         return adopted

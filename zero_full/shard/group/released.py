@@ -6,6 +6,7 @@ another module reads, a write. Code that bypasses Python reads NaN.
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -52,6 +53,7 @@ ALLOWED = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
+OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # methods of a DTensor that read values
 VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # no values, either
 
 
@@ -103,7 +105,17 @@ class ReleasedTensor(Tensor):
 @cache
 def released_class(kind: type[Parameter]) -> type[Parameter]:
     """Return the class of released parameters of the class `kind`, which is its attribute `present`."""
-    return type(f"Released{kind.__name__}", (ReleasedTensor, kind), {"present": kind})
+    methods = {name: _raising(getattr(kind, name)) for name in OF_DTENSORS if hasattr(kind, name)}
+    return type(f"Released{kind.__name__}", (ReleasedTensor, kind), {"present": kind, **methods})
+
+
+def _raising(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that raises as `__torch_function__` does, which torch does not call for this one."""
+
+    def method(self: ReleasedTensor, *args: Any, **kwargs: Any) -> Any:
+        return ReleasedTensor.__torch_function__(own, (type(self),), (self, *args), kwargs)
+
+    return method
 
 
 def _module_using(used: Any) -> str:

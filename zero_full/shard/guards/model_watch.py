@@ -102,12 +102,17 @@ class ParameterWrites(Guard):
         self.members = [member for flat in self.flats for member in flat.members]
         self.params = [member.param for member in self.members]
         self.windows = [window for flat in self.flats for window in flat.windows]  # never replaced
+        plain = [flat for flat in self.flats if not flat.kind.is_dtensor]
+        self.places = [place for flat in plain for place in zip(flat.params, flat.windows, strict=True)]
+        self.of_dtensors = [flat for flat in self.flats if flat.kind.is_dtensor]
         self.moved: set[Member] = set()  # parameters that user code gave other memory
         self.forget()
 
     def check(self) -> None:
         """Copy parameters that user code gave other memory back to the buffer, with their new values."""
-        for param, window in zip(self.params, self.windows, strict=True):
+        for flat in self.of_dtensors:
+            self.moved.update(flat.adopt_assigned())
+        for param, window in self.places:
             if param.data_ptr() != window.data_ptr() or param.dtype != window.dtype:
                 for flat in self.flats:
                     self.moved.update(flat.adopt_assigned())
@@ -139,7 +144,8 @@ class ParameterWrites(Guard):
         """
         if not self.moved and list(map(version_of, self.params)) == self.versions:
             return ""
-        return digest_of((member.name, member.param) for member in self._written())
+        window_of = dict(zip(self.members, self.windows, strict=True))
+        return digest_of((member.name, window_of[member]) for member in self._written())
 
 
 class ParamGroups(Guard):

@@ -263,7 +263,8 @@ class _Side:
     def _compare_parameters(self) -> None:
         """Raise DisagreementError on every rank if whole parameters differ between ranks."""
         whole = [group for group in self.groups if not group.parameters.released_at_rest]
-        hashes = {m.name: digest(m.param) for group in whole for m in group.members}
+        pairs = [pair for g in whole for pair in zip(g.members, g.parameters.windows, strict=True)]
+        hashes = {member.name: digest(window) for member, window in pairs}
         everyones = self.pair.gather_objects(hashes, "parameters")
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:

@@ -76,6 +76,7 @@ from zero_full.shard.step.agreement import (
 from zero_full.shard.step.background_work import BackgroundWork, raise_failure
 from zero_full.shard.step.copy_waits import await_gradients, await_parameters, collect
 from zero_full.shard.step.delayed_update import LACKS_LAST_UPDATE, DelayedUpdates, Update
+from zero_full.shard.step.peers import PartPeers
 from zero_full.shard.step.report import NonFinite, StepReport
 from zero_full.shard.step.stop_signals import SIGNALS, StopSignals
 from zero_full.shard.step.update import Steppers
@@ -147,6 +148,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.signals = StopSignals()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier, self.trained)
+        if groups.tensor is not None:
+            self.steppers.peers_of = partial(PartPeers, tensor=groups.tensor)
         self.steppers.attach(self.trained)
         self.contents = Contents(
             base, parts, groups, settings.dtypes, self.steppers.kept, self.steppers.owners

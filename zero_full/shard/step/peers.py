@@ -40,7 +40,7 @@ Owners = dict[str, int]  # parameter name -> rank in its process group that keep
 def deal_owners(owners: Owners, everything: Sequence[TrainedGroup], rule: OwnerRule) -> None:
     """Assign an owner to each parameter that has none yet. All ranks compute the same assignment."""
     new = [(m, group.parameters) for group in everything for m in group.members if m.name not in owners]
-    wholes = [(Whole(m.name, m.param.shape, m.group), m, flat) for m, flat in new if m.param.numel()]
+    wholes = [(Whole(m.name, m.shape, m.group), m, flat) for m, flat in new if m.shape.numel()]
     wholes = [each for each in wholes if rule.concerns(each[0])]
     for ranks in dict.fromkeys(flat.ranks for _, _, flat in wholes):
         theirs = [(whole, flat.layout.shares(m.index)) for whole, m, flat in wholes if flat.ranks is ranks]
@@ -53,8 +53,15 @@ class PartPeers(Peers):
     """The peers for one part of a step. All ranks number its parameters equally, also without pieces."""
 
     def __init__(
-        self, part: Sequence[TrainedGroup], used: Container[Member], lane: Lane, owners: Owners | None = None
+        self,
+        part: Sequence[TrainedGroup],
+        used: Container[Member],
+        lane: Lane,
+        owners: Owners | None = None,
+        tensor: Communicator | None = None,
     ) -> None:
+        """`tensor`: the ranks that hold other parts of the parameters that are split."""
+        self.tensor = tensor
         self.lane, self.part, self.owners = lane, part, owners or {}
         self.members = [(m, group.parameters) for group in part for m in group.members if m in used]
 
@@ -73,6 +80,12 @@ class PartPeers(Peers):
                 rows_there = copy_on(ranks.device, totals[theirs])
                 summed = ranks.sum_numbers(rows_there, "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
+        split = [number for number, (_, flat) in enumerate(self.members) if flat.kind.is_split]
+        if self.tensor is not None and split:
+            theirs = indices_on(rows.device, split)
+            rows_there = copy_on(self.tensor.device, totals[theirs])
+            summed = self.tensor.sum_numbers(rows_there, "numbers about whole parameters")
+            totals[theirs] = summed.to(totals.device)
         return Totals([member.param for member, _ in self.members], totals, mine)
 
     def compressed(
@@ -99,8 +112,8 @@ class PartPeers(Peers):
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
         """Apply a rule to whole parameters, each on its owner. See [Note: whole parameters]."""
         mine = {piece.name: piece for piece in pieces}
-        known = [(Whole(m.name, m.param.shape, m.group), m, flat) for m, flat in self.members]
-        known = [each for each in known if each[1].param.numel() and rule.concerns(each[0])]
+        known = [(Whole(m.name, m.shape, m.group), m, flat) for m, flat in self.members]
+        known = [each for each in known if each[1].shape.numel() and rule.concerns(each[0])]
         for ranks in dict.fromkeys(flat.ranks for _, _, flat in known):
             theirs = [
                 (whole, flat.layout.shares(member.index))

@@ -115,7 +115,8 @@ class Steppers:
         With host-device copies each group is a part, so that its copy overlaps the step of the next one. A
         stepper that communicates gets larger parts, because it exchanges messages for each.
         """
-        if not stepper.takes_parts:
+        # Tensor-parallel ranks must exchange as many messages, and their slices may have different sizes.
+        if not stepper.takes_parts or (self.own is not None and any(g.kind.is_split for g in stepped)):
             return [stepped]
         if flow is None and settings.part_numel is None and not self.tier.is_offloaded:
             return [stepped]
