@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -243,7 +244,7 @@ def test_single_tensors_are_read_and_written_as_dtensors() -> None:
 Values = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
-def values_of(engine: Any) -> Values:
+def values_of(engine: Any, with_moments: bool = True) -> Values:
     """Whole parameters, their masters and first moments."""
 
     def whole(tensor: Any) -> Tensor:
@@ -253,7 +254,7 @@ def values_of(engine: Any) -> Values:
     for key, param in engine.module.named_parameters():
         if param.requires_grad:
             master = zero_full.safe_get_full_fp32_param(param)
-            moment = zero_full.safe_get_full_optimizer_state(param, "exp_avg")
+            moment = zero_full.safe_get_full_optimizer_state(param, "exp_avg") if with_moments else master
             found[key] = (shown[key].clone(), whole(master), whole(moment))
     return found
 
@@ -300,6 +301,36 @@ def test_a_checkpoint_loads_at_another_mesh_bit_for_bit(
                 for key, wanted in first[stage].items():
                     for got, each in zip(values[key], wanted, strict=True):
                         assert torch.equal(got, each), (data, tensor, stage, key)
+
+
+def files_of_weights(comm: Any, folder: Path) -> list[bool]:
+    """Whole tensors in a file, and back into a model that is cut at another place."""
+    good = list[bool]()
+    for stage, (data, tensor) in ((3, (2, 2)), (1, (1, 4))):
+        engine = engine_of(mesh_of(data, tensor), keys_of(stage, bf16={"enabled": True}))
+        if stage == 3:
+            train(engine, comm.rank // tensor, dtype=torch.bfloat16)
+            engine.save_weights(folder, dtype=torch.float32)
+        else:
+            engine.load_weights(folder)
+        masters = {key: each[1] for key, each in values_of(engine, with_moments=False).items()}
+        stored = load_file(folder / "model.safetensors")
+        good += [torch.equal(stored[key], master) for key, master in masters.items()]
+        whole = engine.module_state_dict()
+        good += [torch.equal(stored[key].bfloat16(), whole[key]) for key in whole]
+        engine.save_16bit_model(folder, f"{stage}.bin")
+        again = torch.load(folder / f"{stage}.bin")
+        good += [torch.equal(again[key], whole[key]) for key in whole]
+        saved_state = engine.state_dict()
+        engine.load_state_dict(saved_state)
+        good += [torch.equal(value, whole[key]) for key, value in engine.module_state_dict().items()]
+        engine.destroy()
+    return good
+
+
+def test_files_have_whole_tensors(tmp_path: Path) -> None:
+    for good in POOL.run(files_of_weights, 4, tmp_path):
+        assert len(good) > 100 and all(good)
 
 
 # What is refused -------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +45,9 @@ from zero_full.checkpoint.safetensors_writer import (
 )
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed, shown
+from zero_full.layout import LocalBlock
 from zero_full.shard.access.gathered_parameters import copy_on_cpu, names_and_values
+from zero_full.shard.group.dtensors import block_of, like, local_of, whole_of
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -86,9 +87,10 @@ def select(module: nn.Module, optimizer: ZeroOptimizer, names: Renaming | None =
     """
     optimizer.check_ranks_equal("saving or loading weights")
     groups = optimizer.groups
-    if groups.expert is not None or any(each.size > 1 for each in groups.across_parts):
+    parts = [groups.pipe] if optimizer.contents.has_dtensors else groups.across_parts
+    if groups.expert is not None or any(each is not None and each.size > 1 for each in parts):
         raise ValueError(
-            "with experts, tensor-parallel layers or pipeline stages, ranks hold different parameters. Use "
+            "with experts, layers that are split, or pipeline stages, ranks hold different parameters. Use "
             "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
         )
     selection, origin = Selection(), dict[str, str]()
@@ -200,10 +202,11 @@ def _export(
             if members:
                 whole = _all_gather(flat, masters.get(flat, flat.shard))
                 for name, member in members.items():
-                    deliver(name, whole[flat.layout.windows[member.index]].view(member.param.shape))
+                    values = whole[flat.layout.windows[member.index]].view(member.shape)
+                    deliver(name, values if member.block is None else whole_of(like(member.param, values)))
                 del whole  # before the next flat buffer is gathered
         for tensor, name in names.items():
-            deliver(name, tensor)
+            deliver(name, whole_of(tensor))
         if writes:
             attempt(sink.finish)
         attempt.agree()
@@ -333,11 +336,13 @@ def _fill(optimizer: ZeroOptimizer, found: Mapping[Tensor, "Stored"]) -> None:
         for fragment in values.fragments.values():
             stored = found.get(values.members[fragment.index].param)
             if stored is not None:
-                values.cut(target, fragment).copy_(_read(stored, *fragment.param_range))
+                block = values.members[fragment.index].block
+                values.cut(target, fragment).copy_(_read_part(stored, block, *fragment.param_range))
         for member in values.members:
             rest.pop(member.param, None)
     for tensor, stored in rest.items():
-        tensor.detach().copy_(_read(stored, 0, prod(stored.shape)).view(stored.shape))
+        here, block = local_of(tensor).detach(), block_of(tensor)
+        here.copy_(_read_part(stored, block, 0, here.numel()).view(here.shape))
 
 
 @torch.no_grad()
@@ -413,6 +418,13 @@ def _contents(file: Path) -> dict[str, Stored]:
         if key in contents:
             contents.setdefault(alias, contents[key])
     return contents
+
+
+def _read_part(stored: Stored, block: LocalBlock | None, start: int, stop: int) -> Tensor:
+    """Read a range of the flattened tensor, or of a flattened block of it."""
+    if block is None:
+        return _read(stored, start, stop)
+    return torch.cat([_read(stored, *run) for run in block.runs(start, stop)])
 
 
 def _read(stored: Stored, start: int, stop: int) -> Tensor:
