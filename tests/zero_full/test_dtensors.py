@@ -321,6 +321,12 @@ def files_of_weights(comm: Any, folder: Path) -> list[bool]:
         engine.save_16bit_model(folder, f"{stage}.bin")
         again = torch.load(folder / f"{stage}.bin")
         good += [torch.equal(again[key], whole[key]) for key in whole]
+        x = batch(0, 0, 0).bfloat16()
+        with torch.no_grad():
+            plain = engine.eval()(x)
+        with engine.generation() as module:
+            good += [torch.equal(module(x), plain)]
+        engine.train()
         saved_state = engine.state_dict()
         engine.load_state_dict(saved_state)
         good += [torch.equal(value, whole[key]) for key, value in engine.module_state_dict().items()]
@@ -367,6 +373,10 @@ def refusals(comm: Any) -> list[str]:
                 param: Any = model.get_parameter(name)
                 (param.to_local() if name == "blocks.0.up.weight" else param).add_(1)
         attempt(lambda: zero_full.initialize(model=model, config=keys_of(2), mesh=mesh))  # noqa: B023
+    engine = engine_of(mesh, keys_of(3))
+    attempt(engine.weights)
+    attempt(lambda: engine.generation(merge_adapters=True).__enter__())
+    engine.destroy()
     return told
 
 
@@ -381,6 +391,8 @@ REFUSED = (
     r"scale is a DTensor with placement Partial.* Supported are Shard\(dim\) and Replicate\(\)",
     r"ranks hold different values of the same parameters: blocks.0.up.weight \(.*\) on ranks 1 and 3\.",
     r"ranks hold different values of the same parameters: first.bias \(.*\) on ranks 0 and 1\.",
+    r"engine.weights\(\): tensor parallelism has cut this model",
+    r"merge_adapters with a model that tensor parallelism has cut is not supported",
 )
 
 

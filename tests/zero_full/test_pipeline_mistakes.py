@@ -155,6 +155,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"managed_gradient_accumulation": False},
         "managed_gradient_accumulation is false, but",
     ),
+    "hybrid engine": (
+        {},
+        {"hybrid_engine": {"enabled": True}},
+        "hybrid_engine.enabled with a PipelineModule",
+    ),
     "1-bit": (
         {},
         {"optimizer": {"type": "OneBitAdam", "params": {}}, "zero_optimization": {"stage": 0}},
@@ -243,7 +248,7 @@ def mistakes(comm: Any) -> dict[str, str]:
     found["no pair"] = message(lambda: engine.train_batch(iter([torch.zeros(2)] * MICRO_BATCHES)))
     odd = [*batch(0, data_of(TWO)[0])[:-1], tuple(each[:1] for each in batch(0, 0)[0])]
     found["shapes"] = message(lambda: engine.train_batch(iter(odd)))
-    for call in ("forward", "backward", "scale", "step", "save_weights", "load_weights", "save_16bit_model"):
+    for call in (*WHOLE, *PARTLY):
         argument = [] if call == "step" else [torch.zeros(())]
         found[call] = message(lambda: getattr(engine, call)(*argument))  # noqa: B023
     engine.eval_batch(some(MICRO_BATCHES))
@@ -270,6 +275,8 @@ def mistakes(comm: Any) -> dict[str, str]:
     return found
 
 
+WHOLE = ("forward", "backward", "scale", "step")
+PARTLY = ("save_weights", "load_weights", "save_16bit_model", "generation", "weights")
 FAILED = "RuntimeError: the batch failed, and no parameter has changed. "
 EXPECTED = {
     "raise 0": f"{FAILED}rank 3: forward of stage 1, micro-batch 0: ArithmeticError: this layer has given up",
@@ -283,13 +290,8 @@ EXPECTED = {
     "no data": "this rank has the first or the last stage and no data. Pass data_iter to train_batch",
     "no pair": "TypeError: a micro-batch must be a pair (inputs, labels), not a Tensor",
     "shapes": "micro-batch 3 of the step has inputs of other shapes ((1, 5)) than the first ((2, 5))",
-    **dict.fromkeys(
-        ("forward", "backward", "scale", "step"), "RuntimeError: a PipelineEngine runs whole batches, not "
-    ),
-    **dict.fromkeys(
-        ("save_weights", "load_weights", "save_16bit_model"),
-        "each rank has the layers of its own stages only",
-    ),
+    **dict.fromkeys(WHOLE, "RuntimeError: a PipelineEngine runs whole batches, not "),
+    **dict.fromkeys(PARTLY, "each rank has the layers of its own stages only"),
     "afterwards": "True True 3",
     "no scalar": "ValueError: loss_fn returns a tensor of shape (2, 5, 11), but the loss must be a scalar",
     "micro-batches": "pipeline.schedule '1f1b' cannot run gradient_accumulation_steps 1 micro-batches on 2",

@@ -83,6 +83,8 @@ def _problem(optimizer: ZeroOptimizer, memory: int | None, merge_adapters: bool)
         return f"memory must be a number of bytes, 0 or more, or None for the whole model, not {memory!r}"
     if memory is not None and merge_adapters:
         return "merge_adapters needs the whole model. Leave out memory"
+    if optimizer.contents.has_dtensors and merge_adapters:
+        return "merge_adapters with a model that tensor parallelism has cut is not supported. Leave it out"
     if optimizer.offloaded.copies or optimizer.states_offloaded:
         return OFFLOADED
     if optimizer.reducer.backward.running:

@@ -128,6 +128,11 @@ def sources_of(
     rename: Callable[[str], str | None] | None = None,
 ) -> tuple[list[FlatSource], dict[str, Tensor]]:
     """Return the flat buffers, and the tensors outside of them by name. A tied tensor has its first name."""
+    if optimizer.contents.has_dtensors:
+        raise ValueError(
+            "engine.weights(): tensor parallelism has cut this model, and each rank holds parts of its "
+            "tensors. engine.save_weights(directory) writes whole ones"
+        )
     selection = select(module, optimizer, rename)
     names: dict[Any, str] = selection.first_names()
     trained = {group.parameters: group for group in optimizer.trained}

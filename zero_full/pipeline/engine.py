@@ -331,6 +331,14 @@ class PipelineEngine(Engine):
 
     # What needs the whole model on every rank ------------------------------------------------------
 
+    def generation(self, *options: Any, **named: Any) -> NoReturn:
+        """Raise: a rank has only its stages' layers."""
+        raise RuntimeError(PARTS.format(call="generation"))
+
+    def weights(self, *options: Any, **named: Any) -> NoReturn:
+        """Raise: a rank has only its stages' layers."""
+        raise RuntimeError(PARTS.format(call="weights"))
+
     def save_weights(self, directory: str | PathLike[str], *options: Any, **named: Any) -> NoReturn:
         """Raise: a rank has only its stages' layers."""
         raise RuntimeError(PARTS.format(call="save_weights"))

@@ -52,6 +52,16 @@ def _check(module: PipelineModule, topology: Topology, config: Config) -> "list[
             f"zero_optimization.stage {zero.stage} with a PipelineModule: each micro-batch would reduce "
             "gradients again, and at stage 3 gather parameters. Use stage 0 or 1"
         )
+    if config.hybrid_engine.enabled:
+        raise ConfigError(
+            "hybrid_engine.enabled with a PipelineModule: a rank has only its stages' layers, and cannot "
+            "generate. Set it to false"
+        )
+    if topology.tensor is not None or topology.expert is not None:
+        raise ValueError(
+            "a PipelineModule with a `tensor` or `expert` group: layers that are split, and experts, are not "
+            "supported inside a stage. Pass a topology with `pipe` and `data` only"
+        )
     if not config.managed_gradient_accumulation:
         raise ConfigError(
             "managed_gradient_accumulation is false, but a pipeline's batch has gradient_accumulation_steps "
