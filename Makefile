@@ -56,7 +56,7 @@ test-lightning: .venv/ready  ## Lightning's Trainer and Fabric at every stage be
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning]'
 	$(PYTEST) tests/lightning
 
-test-ray: .venv/ready  ## Ray Train, with a node that is lost (installs it; 2 minutes)
+test-ray: .venv/ready  ## Ray Train, with a node that is lost (installs it; 5 minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	$(PYTEST) tests/ray_train
 

@@ -4,9 +4,10 @@
     python -m zero_full.examples.ray_train --out run --workers 1 2
 
 zero_full needs no code for Ray: `TorchTrainer` sets what torchrun sets, and initializes torch.distributed.
-With two numbers Ray starts as many workers between them as there are CPUs for. After a failure it starts the
-function again, which resumes from the last checkpoint, at any number of workers. A step is 12 samples with 1,
-2, 3 or 4 workers, so the losses equal those of an uninterrupted run, except for rounding.
+With two numbers Ray starts as many workers between them as there are CPUs for. After a failure, and where
+resources for more workers have come, it starts the function again, which resumes from the last checkpoint, at
+any number of workers. A step is 12 samples with 1, 2, 3 or 4 workers, so the losses equal those of an
+uninterrupted run, except for rounding.
 """
 
 import argparse
@@ -61,6 +62,9 @@ def main() -> int:
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--use-gpu", action="store_true")
     parser.add_argument(
+        "--look-every", type=float, default=60.0, help="seconds between looks for resources of more workers"
+    )
+    parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds after each step, to leave time to kill"
     )
     args = parser.parse_args()
@@ -71,7 +75,9 @@ def main() -> int:
         train,
         train_loop_config={**vars(args), "out": str(out)},
         torch_config=TorchConfig(backend="nccl" if args.use_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=args.use_gpu),
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=args.use_gpu, elastic_resize_monitor_interval_s=args.look_every
+        ),
         run_config=RunConfig(storage_path=str(out / "ray"), failure_config=FailureConfig(max_failures=2)),
     )
     trainer.fit()
