@@ -74,7 +74,11 @@ class Groups:
     @property
     def everyone(self) -> list[Communicator]:
         """The communicators that reach every rank of the step, if they are used one after the other."""
-        return [self.dense.shard, self.dense.across, *self.across_parts]
+        groups = [self.dense.shard, self.dense.across]
+        for each in (self.tensor, self.pipe):
+            if each is not None:
+                groups.append(each)
+        return groups
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
