@@ -358,6 +358,9 @@ def refusals(comm: Any) -> list[str]:
     attempt(lambda: zero_full.initialize(model=Model(), config=keys_of(1), mesh=unnamed))
     odd = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     attempt(lambda: zero_full.initialize(model=Model(), config=keys_of(1), mesh=odd))
+    staged = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipe", "data", "tensor"))
+    model = cut(Model(), staged["tensor"])
+    attempt(lambda: zero_full.initialize(model=model, config=keys_of(1), mesh=staged))
     hpz = keys_of(3, zero={"zero_hpz_partition_size": 2})
     attempt(lambda: engine_of(mesh, hpz))
     muon = keys_of(0, optimizer={"type": "Muon", "params": {"lr": 0.1}})
@@ -385,6 +388,7 @@ REFUSED = (
     r"is a DTensor on .*, but the dimension 'tensor' of this rank has the ranks",
     r"a mesh with 2 dimensions needs mesh_dim_names",
     r"mesh dimension 'context' is unknown or there twice; known: data, dp, .* tp, .* pipe",
+    r"is a DTensor\. Pipeline stages of layers that tensor parallelism has cut are not supported",
     r"zero_hpz_partition_size is not supported with DTensors",
     r"Muon needs whole parameters, and blocks.0.up.weight, .* are split over tensor-parallel ranks",
     r"Adafactor cannot step on pieces of parameters",

@@ -156,6 +156,8 @@ class CheckpointLoad:
         self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
         pipe, about = 1 if groups.pipe is None else groups.pipe.size, source.shared.get("about", {})
         self.same_ranks = self.same_ranks and about.get("pipeline_ranks", 1) == pipe
+        tensor = 1 if groups.tensor is None else groups.tensor.size
+        self.same_ranks = self.same_ranks and about.get("tensor_ranks", 1) == tensor
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values = SourceValues(source)

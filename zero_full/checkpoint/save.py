@@ -147,8 +147,10 @@ def about_of(
     names  of all pipeline stages, see `merged_names`; None: the module is the whole model
     """
     shapes = shapes_of(module) if names is None else sorted(names["shapes"])
-    pipe = optimizer.groups.pipe
+    pipe, tensor = optimizer.groups.pipe, optimizer.groups.tensor
     stages = {"pipeline_ranks": pipe.size} if pipe is not None else {}
+    if tensor is not None:
+        stages["tensor_ranks"] = tensor.size
     dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.parts.flats})
     return {
         "world_size": ranks,

@@ -34,6 +34,11 @@ def check_dtensors(model: nn.Module, topology: Topology, settings: Settings) -> 
         _check_layout(name, tensor, topology)
     if not found:
         return False
+    if topology.pipe is not None and topology.pipe.size() > 1:
+        raise ValueError(
+            f"{found[0][0]} is a DTensor. Pipeline stages of layers that tensor parallelism has cut are not "
+            "supported. Use one of the two dimensions of the mesh"
+        )
     for name, param in model.named_parameters():
         if not is_dtensor(param) and topology.is_split(name, param):
             raise ValueError(
