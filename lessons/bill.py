@@ -136,10 +136,15 @@ def table(bills: Sequence[Bill]) -> list[list[str]]:
 
 def timeline(bill: Bill) -> str:
     """A diary a rank, in words: what it did, what that sent, and the live bytes just then."""
+    return diaries([rank.events for rank in bill.ranks])
+
+
+def diaries(ranks: Sequence[Sequence[Event]]) -> str:
+    """The same from the events of every rank."""
     lines = []
-    for rank, measured in enumerate(bill.ranks):
+    for rank, events in enumerate(ranks):
         lines.append(f"rank {rank}")
-        for what, count, sent, live in runs(measured.events):
+        for what, count, sent, live in runs(events):
             times = f" x{count}" if count > 1 else ""
             lines.append(f"  {what + times:<22}{f'sent {sent:>9,}' if sent else '':<16}live {live:>10,}")
     return "\n".join(lines)

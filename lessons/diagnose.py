@@ -57,6 +57,7 @@ REFUSED = (
     "give every rank one, empty or not",
     "elements from the ranks, and gets",
     "resize_ it first",
+    "needs contiguous memory",
 )
 
 

@@ -1,10 +1,11 @@
 """Drawings of ranks as SVG, made by code so that the text and the picture cannot drift apart."""
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 import torch
 
-from lessons.colours import BROWN, MEANINGS, OLIVE, VIOLET
+from lessons.colours import ACTIVATIONS, BROWN, MEANINGS, OLIVE, PARAMETERS, VIOLET
 
 RANKS = 4
 COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
@@ -20,12 +21,12 @@ text { font: 14px system-ui, sans-serif; fill: #333 }
 SHARDED_SINCE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first stage that cuts it
 
 
-def _quarters(x: int, y: int, kind: str, rank: int, sharded: bool) -> list[str]:
+def _quarters(x: int, y: int, colour: str, rank: int, sharded: bool) -> list[str]:
     """Four boxes: filled where `rank` holds that quarter, outlined where another rank does."""
     boxes = []
     for quarter in range(RANKS):
         mine = not sharded or quarter == rank
-        fill = f'fill="{COLOURS[kind]}"' if mine else 'class="empty"'
+        fill = f'fill="{colour}"' if mine else 'class="empty"'
         left = x + quarter * (CELL // RANKS) + 1
         boxes.append(f'<rect x="{left}" y="{y}" width="{CELL // RANKS - 3}" height="28" rx="3" {fill}/>')
     return boxes
@@ -44,7 +45,7 @@ def _drawing(columns: Sequence[str], title: str, quarters: Callable[[int, str], 
         parts.append(f'<text x="{LEFT - 12}" y="{y + 19}" text-anchor="end">{kind}</text>')
         for column in range(len(columns)):
             rank, sharded = quarters(column, kind)
-            parts += _quarters(LEFT + column * (CELL + GAP), y, kind, rank, sharded)
+            parts += _quarters(LEFT + column * (CELL + GAP), y, COLOURS[kind], rank, sharded)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -150,6 +151,42 @@ def bits() -> str:
     return _svg(72 + 32 * BIT + 100, 12 + len(FORMATS) * ROW + 34, "The bits of fp32, bf16 and fp16", parts)
 
 
+def _strips(x: int, y: int, colour: str, rank: int) -> list[str]:
+    """Four boxes on top of each other, of which `rank` has one: a matrix that is cut by its rows."""
+    boxes = []
+    for quarter in range(RANKS):
+        fill = f'fill="{colour}"' if quarter == rank else 'class="empty"'
+        boxes.append(f'<rect x="{x + 1}" y="{y + 9 * quarter}" width="{CELL - 3}" height="7" rx="2" {fill}/>')
+    return boxes
+
+
+def tensor_parallel() -> str:
+    """What each of four ranks has of one half of a block, from its input to its output."""
+    rows: dict[str, Callable[[int, int, int], list[str]]] = {
+        "input": lambda x, y, rank: _quarters(x, y, ACTIVATIONS, rank, sharded=False),
+        "layer 1": lambda x, y, rank: _quarters(x, y, PARAMETERS, rank, sharded=True),
+        "between": lambda x, y, rank: _quarters(x, y, ACTIVATIONS, rank, sharded=True),
+        "layer 2": lambda x, y, rank: _strips(x, y - 3, PARAMETERS, rank),
+        "output": lambda x, y, rank: _quarters(x, y, ACTIVATIONS, rank, sharded=False),
+    }
+    parts, right = [], LEFT + RANKS * (CELL + GAP) - GAP
+    for rank in range(RANKS):
+        parts.append(_text(LEFT + rank * (CELL + GAP) + CELL // 2, 26, f"rank {rank}"))
+    line = TOP
+    for name, boxes in rows.items():
+        if name == "output":
+            line += 4
+            band = f'x="{LEFT + 2}" y="{line - 4}" width="{right - LEFT - 5}" height="22" rx="11"'
+            parts.append(f'<rect {band} fill="none" stroke="{VIOLET}" stroke-width="3"/>')
+            parts.append(_text((LEFT + right) // 2, line + 12, "all-reduce: a sum over the ranks"))
+            line += ROW - 8
+        parts.append(_text(LEFT - 12, line + 19, name, "end"))
+        for rank in range(RANKS):
+            parts += boxes(LEFT + rank * (CELL + GAP), line, rank)
+        line += ROW
+    return _svg(right, line + 6, "What each of four ranks has of one half of a block", parts)
+
+
 def _box(x: int, y: int, wide: int, words: str) -> list[str]:
     frame = f'<rect x="{x}" y="{y}" width="{wide}" height="34" rx="6" fill="none" stroke="{LINE}"/>'
     return [frame, _text(x + wide // 2, y + 22, words)]
@@ -189,6 +226,7 @@ def error_loop() -> str:
     return _svg(740, 172, "One bit and its error: what is sent now and what comes with the next round", parts)
 
 
+OF_NO_STAGE: Mapping[int | Fraction, Callable[[], str]] = {Fraction(1, 2): ring, 8: tensor_parallel}
 OF_ONE_LESSON: Mapping[int, Mapping[str, Callable[[], str]]] = {
     4: {"bits.svg": bits},
     6: {"loop.svg": error_loop},

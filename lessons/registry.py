@@ -33,7 +33,7 @@ class Lesson:
     folder: str
     title: str
     sources: tuple[str, ...]  # the files of zero_min whose marked regions are the exercise
-    stage: int | None  # whose drawing it shows; None is the ring's
+    stage: int | None  # whose drawing it shows; None has a drawing of its own (`draw.OF_NO_STAGE`)
     presumes: str
     tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
 
@@ -146,6 +146,15 @@ LESSONS = [
         2,
         "lesson 2",
         ("tests/zero_min/test_muon.py",),
+    ),
+    Lesson(
+        8,
+        "step8_tensor_parallel",
+        "Bonus: tensor parallelism, a part of every layer on each rank",
+        ("zero_min/tensor_parallel.py",),
+        None,
+        "lessons 0 and 1/2",
+        ("tests/zero_min/test_tensor_parallel.py",),
     ),
     Lesson(
         Fraction(1, 2),

@@ -5,10 +5,11 @@ other files do is not shown. The ranks are put beside each other from one collec
 between two collectives nobody waits for anybody. `python -m lessons watch N` writes the file.
 """
 
+import importlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
@@ -23,7 +24,6 @@ import zero_min
 from lessons.exercise import find_lesson, shown
 from lessons.registry import ROOT, Lesson
 from lessons.rows import ROWS, Row
-from zero_min import ring
 from zero_min.comm import Comm, WorldError, caller
 from zero_min.ledger import Ledger, held
 from zero_min.thread_comm import ThreadComm, run_world
@@ -178,13 +178,16 @@ class WatchedComm(ThreadComm):
         super().barrier()
 
 
-def _one_rank(comm: ThreadComm, lesson: Lesson, watchers: Sequence[Watcher]) -> None:
+Body = Callable[[Comm, Watcher], None]  # what a rank does
+
+
+def _one_rank(comm: ThreadComm, body: Body, watchers: Sequence[Watcher]) -> None:
     watcher = watchers[comm.rank]
     watcher.deadline = time.monotonic() + 4 * SECONDS
     sys.settrace(watcher.trace)
     try:
         with watcher.ledger.watch():
-            _run(WatchedComm(comm, watcher), lesson, watcher)
+            body(WatchedComm(comm, watcher), watcher)
         watcher.end = "has ended"
     except WorldError as error:
         if "still runs" in str(error):
@@ -210,13 +213,13 @@ def _let_others_come(watchers: Sequence[Watcher]) -> None:
         time.sleep(0.1)
 
 
-def _run(comm: Comm, lesson: Lesson, watcher: Watcher) -> None:
+def _body(lesson: Lesson) -> Body:
+    """A step of the lesson's trainer; of a lesson without a row in the demo, what its experiment shows."""
     row = next((row for row in ROWS if row.lesson == lesson.number), None)
     if row is not None:
-        _train(comm, row, watcher)
-    else:  # the lesson that trains nothing: what its ring is for
-        watcher.phase = "an all-reduce"
-        ring.all_reduce(comm, torch.arange(2.0 * RANKS))
+        return lambda comm, watcher: _train(comm, row, watcher)
+    shown: Body = importlib.import_module(f"lessons.{lesson.folder}.experiment").watched
+    return shown
 
 
 def _train(comm: Comm, row: Row, watcher: Watcher) -> None:
@@ -364,12 +367,12 @@ def page(content: dict[str, Any]) -> str:
 
 
 def watched(lesson: Lesson) -> dict[str, Any]:
-    """Run the lesson's trainer and return what the page needs, whether it ends or not."""
+    """Run what the lesson shows and return what the page needs, whether it ends or not."""
     files = [str(sys.modules[f"zero_min.{answer.stem}"].__file__) for answer, _ in lesson.files]
     watchers = [Watcher(files) for _ in range(RANKS)]
-    error = ""
+    body, error = _body(lesson), ""
     try:
-        run_world(_one_rank, RANKS, lesson, watchers, timeout=SECONDS)
+        run_world(_one_rank, RANKS, body, watchers, timeout=SECONDS)
     except WorldError as wrong:
         error = str(wrong)
     return data(lesson, [watcher.close() for watcher in watchers], error)

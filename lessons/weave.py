@@ -108,8 +108,8 @@ def weave(text: str) -> str:
 
 
 def picture_of(lesson: Lesson) -> str:
-    """The drawing that stands in a lesson: who holds what, or how the ring adds up."""
-    return draw.ring() if lesson.stage is None else draw.stage(lesson.stage)
+    """The drawing that stands in a lesson: who holds what at its stage, or a drawing of its own."""
+    return draw.OF_NO_STAGE[lesson.number]() if lesson.stage is None else draw.stage(lesson.stage)
 
 
 def woven(lesson: Lesson) -> dict[Path, str]:

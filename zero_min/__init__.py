@@ -2,7 +2,7 @@
 
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
 (step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
-`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon` is a bonus.
+`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon` and `tensor_parallel` are bonuses.
 """
 
 from zero_min.adam import Adam, AdamW
@@ -18,6 +18,7 @@ from zero_min.stage0 import Stage0
 from zero_min.stage1 import Stage1
 from zero_min.stage2 import Stage2
 from zero_min.stage3 import Stage3
+from zero_min.tensor_parallel import TensorParallel
 from zero_min.thread_comm import ThreadComm, run_world
 from zero_min.zero_one_adam import ZeroOneAdam
 
@@ -42,6 +43,7 @@ __all__ = [
     "Stage3",
     "Stage3Prefetch",
     "StaticScale",
+    "TensorParallel",
     "ThreadComm",
     "WorldError",
     "ZeroOneAdam",

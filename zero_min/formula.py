@@ -133,3 +133,21 @@ def muon_visits(sizes: Sequence[int], owners: Sequence[int], world_size: int) ->
 def muon_sent(sizes: Sequence[int], owners: Sequence[int], others: int, world_size: int) -> int:
     """Bytes all ranks together send in a step: stage 2's, and two bytes an element to its owner and back."""
     return sent(2, [sum(sizes), others], world_size) + 2 * 2 * muon_visits(sizes, owners, world_size)
+
+
+def tensor_parallel_held(cut: int, whole: int, world_size: int, each: Bytes = FP32) -> dict[str, int]:
+    """What a rank holds of `cut` elements in parts and of `whole` elements that every rank has."""
+    mine = cut // world_size + whole
+    return {
+        "parameters": each.parameter * mine,
+        "gradients": each.gradient * mine,
+        "optimizer": each.state * mine,
+    }
+
+
+def tensor_parallel_sent(blocks: int, tokens: int, width: int, world_size: int, value: int = 4) -> int:
+    """Bytes all ranks together send for a batch: two all-reduces a block in forward, two in backward.
+
+    An all-reduce of n elements makes N ranks send 2(N-1) n together; here n is tokens x width.
+    """
+    return blocks * (2 + 2) * 2 * (world_size - 1) * value * tokens * width

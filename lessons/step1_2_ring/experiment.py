@@ -4,6 +4,7 @@ Run it with `python -m lessons run 1/2`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,6 +151,12 @@ def bill() -> str:
         lines.append(f"  {name:<34}{sum(counted):>12,}   formula {row.sent(shapes, 4, row.steps):>12,}")
     said = [f"  rank {rank}: {'; '.join(each)}" for rank, each in enumerate(messages(4, 8))]
     return "\n".join([*lines, "", "what each rank sends in an all-reduce of eight numbers:", *said])
+
+
+def watched(comm: Comm, watcher: Any) -> None:
+    """What `watch` shows line by line: an all-reduce of eight numbers."""
+    watcher.phase = "an all-reduce"
+    ring.all_reduce(comm, torch.arange(2.0 * comm.world_size))
 
 
 def main(world: int = 8) -> None:

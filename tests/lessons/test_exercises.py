@@ -283,7 +283,7 @@ def test_list_and_start_say_where_to_read(capsys: Capture) -> None:
     listed = capsys.readouterr().out
     for lesson in LESSONS:
         assert lesson.page.exists() and exercise.shown(lesson.page) in listed
-        if lesson.number < 7:  # the bonus has none
+        if lesson.number < 7:  # a bonus has none
             assert lesson.notebook.exists() and exercise.shown(lesson.notebook) in listed
     run_cli("start", "2")
     assert f"read    {exercise.shown(LESSONS[2].page)}" in capsys.readouterr().out

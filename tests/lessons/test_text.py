@@ -21,6 +21,7 @@ QUESTIONS = {
     5: 1,
     6: 3,
     7: 3,
+    8: 3,
 }  # how many each lesson answers
 PARTS = [
     "bill",

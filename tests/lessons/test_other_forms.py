@@ -1,0 +1,51 @@
+"""Right answers that are written in another way than the answer key pass the task tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lessons import exercise, replace
+from lessons.registry import ROOT
+from lessons.run_judge import QUICK
+from tests import rotation
+
+FORMS = {  # by lesson, task by task: the lines in the place of the answer key's
+    "8": {
+        "enter": "total = grad.contiguous().clone()\nctx.comm.all_reduce(total)\nreturn total, None",
+        "leave": "whole = torch.empty(comm.world_size, *term.shape, dtype=term.dtype)\n"
+        "comm.all_gather(whole, term.contiguous())\nreturn whole.sum(0)",
+        "back": "return grad.clone(), None",
+        "columns": "rows = weight.shape[0] // comm.world_size\n"
+        "mine = slice(comm.rank * rows, (comm.rank + 1) * rows)\n"
+        "self.weight = nn.Parameter(weight.detach()[mine].clone())\n"
+        "self.bias = nn.Parameter(bias.detach()[mine].clone())",
+        "rows": "return self.bias + leave(x @ self.weight.T, self.comm)",
+        "heads": "parts = [part.chunk(ranks) for part in qkv.chunk(3)]\n"
+        "return torch.cat([part[rank] for rank in range(ranks) for part in parts])",
+        "norm": "total = torch.stack([p.grad.double().norm() ** 2 for p in cut]).sum().view(1)\n"
+        "comm.all_reduce(total)\n"
+        "total += sum(p.grad.double().norm() ** 2 for p in whole)\n"
+        "return total.sqrt().item()",
+    },
+}
+
+
+@pytest.mark.parametrize("number", rotation.one_of(list(FORMS)))
+def test_a_right_answer_in_another_form_passes(number: str, tmp_path: Path) -> None:
+    lesson = exercise.find_lesson(number)
+    assert list(FORMS[number]) == exercise.tasks(lesson)
+    ((answer, _),) = lesson.files
+    lines = exercise.blank(answer, lesson.number).splitlines()
+    for task, form in FORMS[number].items():
+        (at,) = [i for i, line in enumerate(lines) if exercise.blank_line(lesson.number, task) in line]
+        margin = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        lines[at : at + 1] = [margin + line for line in form.splitlines()]
+    file = tmp_path / answer.name
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = [sys.executable, "-m", "lessons.judge", str(tmp_path / "words"), "--tasks", number]
+    env = {**os.environ, **replace.environment({f"zero_min.{answer.stem}": str(file)}), **QUICK}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "failed: 0" in done.stdout, done.stdout + done.stderr
