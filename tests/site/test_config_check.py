@@ -36,6 +36,7 @@ def cases() -> Iterator[tuple[str, int | None]]:
         yield json.dumps({"train_batch_size": size, "train_micro_batch_size_per_gpu": 1}), None
     for inside in ({"tp_size": 4}, {"tp": {"tp_size": 2}}, {"tp": {"tp_size": "4"}, "tp_size": 1}, {"tp": 4}):
         yield json.dumps({"tensor_parallel": inside}), 2
+    yield json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}), 3
     comments = {"_comment": {"by": "me"}, "cuda_aware": True, "zero_optimization": {"_why": [1]}}
     offload = {"device": "auto", "nvme_path": "auto"}
     parts = {
@@ -61,7 +62,7 @@ def test_the_page_s_verdicts_are_python_s(open_page: Open) -> None:
         expected = [{**each._asdict(), "path": list(each.path)} for each in checked.verdicts]
         assert (verdicts, ranks) == (expected, checked.world), text
         kinds |= {each.kind for each in checked.verdicts}
-    assert kinds == set(get_args(VerdictKind)) and len(asked) == 141
+    assert kinds == set(get_args(VerdictKind)) and len(asked) == 142
 
 
 def test_every_rule_speaks_in_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:
