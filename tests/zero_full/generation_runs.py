@@ -143,32 +143,18 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 # Reinforcement learning with a server in a process of its own ---------------------------------------
 
 TRAINERS, SERVER = [0, 1], 2
-END = ("", 0, 0, None, 0)  # of an update
 
 
-def send(name: str, indices: Tensor | None, values: Tensor) -> None:
-    """Rank 0 to the server: what it is, then the bytes."""
-    count = 0 if indices is None else indices.numel()
-    dist.send_object_list([(name, count, values.numel(), values.dtype, values.shape)], SERVER)
-    if indices is not None:
-        dist.send(indices.contiguous(), SERVER)
-    dist.send(values.contiguous().view(-1).view(torch.uint8), SERVER)
+def send(items: Iterable[tuple[str, Tensor | None, Tensor]]) -> None:
+    """Rank 0 to the server: an update in one message."""
+    dist.send_object_list([[(name, indices, values.clone()) for name, indices, values in items]], SERVER)
 
 
-def receive() -> Any:
-    """The server: yield what rank 0 sends, to its end."""
-    while True:
-        told: list[Any] = [None]
-        dist.recv_object_list(told, 0)
-        name, count, numel, dtype, shape = told[0]
-        if not name:
-            return
-        indices = torch.empty(count, dtype=torch.int32) if count else None
-        if indices is not None:
-            dist.recv(indices, 0)
-        values = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
-        dist.recv(values, 0)
-        yield name, indices, values.view(dtype).view(shape)
+def receive() -> list[tuple[str, Tensor | None, Tensor]]:
+    """The server: an update from rank 0."""
+    told: list[Any] = [None]
+    dist.recv_object_list(told, 0)
+    return list(told[0])
 
 
 def reinforce(comm: Any, stage: int, steps: int) -> tuple[list[str], list[int]]:
@@ -183,11 +169,9 @@ def reinforce(comm: Any, stage: int, steps: int) -> tuple[list[str], list[int]]:
     )
     hashes = []
     for step in range(steps):
-        for item in engine.weights(delta=True):
-            if comm.rank == 0:
-                send(*item)
+        items = list(engine.weights(delta=True))
         if comm.rank == 0:
-            dist.send_object_list([END], SERVER)
+            send(items)
         if step % 10 == 9:
             hashes.append(fingerprint(engine.module_state_dict()))
         samples = torch.empty(4, PROMPT + NEW, dtype=torch.int64)
