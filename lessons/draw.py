@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import torch
 
-from lessons.colours import ACTIVATIONS, BROWN, MEANINGS, OLIVE, PARAMETERS, VIOLET
+from lessons.colours import ACTIVATIONS, BROWN, GRADIENTS, MEANINGS, OLIVE, PARAMETERS, VIOLET
+from zero_min.pipeline import gpipe, one_f_one_b, replay
 
 RANKS = 4
 COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
@@ -187,6 +188,30 @@ def tensor_parallel() -> str:
     return _svg(right, line + 6, "What each of four ranks has of one half of a block", parts)
 
 
+TICK = 13  # of a pipeline's drawing: a forward is as wide, a backward twice
+
+
+def pipeline() -> str:
+    """When each of four ranks does the forward and the backward of four micro-batches, in two schedules."""
+    parts, y = [], 6
+    rights = []
+    for name, schedule in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
+        parts.append(_text(LEFT, y + 14, name, "start"))
+        y += 22
+        for rank, row in enumerate(replay([schedule(rank, RANKS, RANKS) for rank in range(RANKS)])):
+            parts.append(_text(LEFT - 12, y + 17, f"rank {rank}", "end"))
+            for box in row:
+                x, wide = LEFT + round(box.start * TICK), round((box.end - box.start) * TICK)
+                fill = TINTS[0] if box.what == "F" else GRADIENTS
+                parts.append(f'<rect x="{x}" y="{y}" width="{wide - 1}" height="24" rx="2" fill="{fill}"/>')
+                number = f'x="{x + wide // 2}" y="{y + 17}" text-anchor="middle" style="fill: #222"'
+                parts.append(f"<text {number}>{box.micro_batch}</text>")
+                rights.append(x + wide)
+            y += 28
+        y += 10
+    return _svg(max(rights) + 4, y, "What each of four ranks does when, with GPipe and with 1F1B", parts)
+
+
 def _box(x: int, y: int, wide: int, words: str) -> list[str]:
     frame = f'<rect x="{x}" y="{y}" width="{wide}" height="34" rx="6" fill="none" stroke="{LINE}"/>'
     return [frame, _text(x + wide // 2, y + 22, words)]
@@ -226,7 +251,11 @@ def error_loop() -> str:
     return _svg(740, 172, "One bit and its error: what is sent now and what comes with the next round", parts)
 
 
-OF_NO_STAGE: Mapping[int | Fraction, Callable[[], str]] = {Fraction(1, 2): ring, 8: tensor_parallel}
+OF_NO_STAGE: Mapping[int | Fraction, Callable[[], str]] = {
+    Fraction(1, 2): ring,
+    8: tensor_parallel,
+    9: pipeline,
+}
 OF_ONE_LESSON: Mapping[int, Mapping[str, Callable[[], str]]] = {
     4: {"bits.svg": bits},
     6: {"loop.svg": error_loop},

@@ -157,6 +157,15 @@ LESSONS = [
         ("tests/zero_min/test_tensor_parallel.py",),
     ),
     Lesson(
+        9,
+        "step9_pipeline",
+        "Bonus: pipeline parallelism, some of the layers on each rank",
+        ("zero_min/pipeline.py",),
+        None,
+        "lessons 0 and 1/2",
+        ("tests/zero_min/test_pipeline.py",),
+    ),
+    Lesson(
         Fraction(1, 2),
         "step1_2_ring",
         "Build the telephone: a ring of send and receive",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_min
-from lessons.exercise import find_lesson, shown
+from lessons.exercise import LessonError, find_lesson, shown
 from lessons.registry import ROOT, Lesson
 from lessons.rows import ROWS, Row
 from zero_min.comm import Comm, WorldError, caller
@@ -218,8 +218,19 @@ def _body(lesson: Lesson) -> Body:
     row = next((row for row in ROWS if row.lesson == lesson.number), None)
     if row is not None:
         return lambda comm, watcher: _train(comm, row, watcher)
-    shown: Body = importlib.import_module(f"lessons.{lesson.folder}.experiment").watched
-    return shown
+    body: Body | None = getattr(experiment_of(lesson), "watched", None)
+    if body is None:
+        raise LessonError(
+            f"lesson {lesson.number} cannot be watched line by line: its ranks do different things at one "
+            "time, and the page puts them beside each other from one collective to the next. "
+            f"python -m lessons run {lesson.number} draws what each rank does when"
+        )
+    return body
+
+
+def experiment_of(lesson: Lesson) -> Any:
+    """The module with what the lesson measures."""
+    return importlib.import_module(f"lessons.{lesson.folder}.experiment")
 
 
 def _train(comm: Comm, row: Row, watcher: Watcher) -> None:
@@ -368,9 +379,9 @@ def page(content: dict[str, Any]) -> str:
 
 def watched(lesson: Lesson) -> dict[str, Any]:
     """Run what the lesson shows and return what the page needs, whether it ends or not."""
+    body, error = _body(lesson), ""  # it imports the lesson's files
     files = [str(sys.modules[f"zero_min.{answer.stem}"].__file__) for answer, _ in lesson.files]
     watchers = [Watcher(files) for _ in range(RANKS)]
-    body, error = _body(lesson), ""
     try:
         run_world(_one_rank, RANKS, body, watchers, timeout=SECONDS)
     except WorldError as wrong:

@@ -2,7 +2,8 @@
 
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
 (step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
-`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon` and `tensor_parallel` are bonuses.
+`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel` and
+`pipeline` are bonuses.
 """
 
 from zero_min.adam import Adam, AdamW
@@ -12,6 +13,7 @@ from zero_min.ledger import Ledger
 from zero_min.muon import Stage2Muon
 from zero_min.offload import Stage2Disk, Stage2Offload
 from zero_min.one_bit_adam import OneBitAdam
+from zero_min.pipeline import Pipeline
 from zero_min.precision import DynamicScale, MixedPrecision, StaticScale
 from zero_min.prefetch import Stage3Prefetch
 from zero_min.stage0 import Stage0
@@ -34,6 +36,7 @@ __all__ = [
     "Ledger",
     "MixedPrecision",
     "OneBitAdam",
+    "Pipeline",
     "Stage0",
     "Stage1",
     "Stage2",

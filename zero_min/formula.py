@@ -151,3 +151,18 @@ def tensor_parallel_sent(blocks: int, tokens: int, width: int, world_size: int, 
     An all-reduce of n elements makes N ranks send 2(N-1) n together; here n is tokens x width.
     """
     return blocks * (2 + 2) * 2 * (world_size - 1) * value * tokens * width
+
+
+def pipeline_bubble(ranks: int, micro_batches: int) -> float:
+    """The idle share of all ranks' time, with GPipe and with 1F1B, however long a backward takes."""
+    return (ranks - 1) / (micro_batches + ranks - 1)
+
+
+def pipeline_kept(schedule: str, rank: int, ranks: int, micro_batches: int) -> int:
+    """How many micro-batches' activations a rank holds at most."""
+    return micro_batches if schedule == "gpipe" else min(ranks - rank, micro_batches)
+
+
+def pipeline_sent(ranks: int, tokens: int, width: int, tied: int, value: int = 4) -> int:
+    """Bytes all ranks together send for a batch: activations and their gradients, a tied weight's twice."""
+    return (2 * (ranks - 1) * tokens * width + (2 * tied if ranks > 1 else 0)) * value

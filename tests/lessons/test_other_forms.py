@@ -30,6 +30,43 @@ FORMS = {  # by lesson, task by task: the lines in the place of the answer key's
         "total += sum(p.grad.double().norm() ** 2 for p in whole)\n"
         "return total.sqrt().item()",
     },
+    "9": {
+        "layers": "chunks = torch.arange(layers).tensor_split(ranks)\n"
+        "return [range(int(c[0]), int(c[-1]) + 1) for c in chunks]",
+        "gpipe": "order = [('F', i) for i in range(micro_batches)]\n"
+        "return order + [('B', i) for i in reversed(range(micro_batches))]",
+        "one_f_one_b": "order, f, b = [], 0, 0\n"
+        "while b < micro_batches:\n"
+        "    if f < micro_batches and f - b < ranks - rank:\n"
+        "        order.append(('F', f))\n"
+        "        f += 1\n"
+        "    else:\n"
+        "        order.append(('B', b))\n"
+        "        b += 1\n"
+        "return order",
+        "forward": "if self.stage.first:\n"
+        "    x = tokens\n"
+        "else:\n"
+        "    x = self.comm.receive(like, rank - 1)\n"
+        "    x.requires_grad = True\n"
+        "y = self.stage(x, self.targets[i])\n"
+        "self.kept[i] = (x, y)\n"
+        "if not self.stage.last:\n"
+        "    self.comm.send(y.detach(), rank + 1)",
+        "backward": "x, y = self.kept[i]\n"
+        "del self.kept[i]\n"
+        "last = self.stage.last\n"
+        "grad = torch.tensor(1 / self.micro_batches) if last else self.comm.receive(y, rank + 1)\n"
+        "torch.autograd.backward([y], [grad])\n"
+        "if rank > 0:\n"
+        "    self.comm.send(x.grad, rank - 1)",
+        "tie": "other = last if rank == first else first\n"
+        "self.comm.send(grad, other)\n"
+        "grad.add_(self.comm.receive(grad, other))",
+        "bubble": "end = max(row[-1].end for row in rows)\n"
+        "idle = [end - sum(box.end - box.start for box in row) for row in rows]\n"
+        "return sum(idle) / end / len(rows)",
+    },
 }
 
 

@@ -22,6 +22,7 @@ QUESTIONS = {
     6: 3,
     7: 3,
     8: 3,
+    9: 3,
 }  # how many each lesson answers
 PARTS = [
     "bill",

@@ -16,7 +16,15 @@ Capture = pytest.CaptureFixture[str]
 Run = dict[str, Any]
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
+WATCHED = [lesson for lesson in LESSONS if lesson.number != 9]
+
+
+def test_a_pipeline_cannot_be_watched_and_says_what_else_there_is(capfd: Capture) -> None:
+    assert cli.main(["watch", "9"]) == 2
+    assert "python -m lessons run 9 draws what each rank does when" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("lesson", WATCHED, ids=[lesson.folder for lesson in WATCHED])
 def test_every_line_and_every_call_is_shown_once_and_in_order(lesson: Lesson) -> None:
     run = watch.watched(lesson)
     assert not run["end"] and not run["cut"]

@@ -96,14 +96,14 @@ def part(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
 def test_losses_gradients_and_training_are_the_plain_model_s(place: str, world: int) -> None:
     losses, norms, gradients, parameters = plain()
     for rank, run in enumerate(run_in(place, train, world)):
-        assert run["losses"] == pytest.approx(losses, rel=1e-12)
-        assert run["norms"] == pytest.approx(norms, rel=1e-12)
+        assert run["losses"] == pytest.approx(losses, rel=1e-6)
+        assert run["norms"] == pytest.approx(norms, rel=1e-6)
         for what, want in (("gradients", gradients), ("parameters", parameters)):
             assert list(run[what]) == list(want)
             for name, got in run[what].items():
                 mine = part(name, want[name], rank, world)
                 torch.testing.assert_close(
-                    got, mine, rtol=1e-8, atol=1e-12, msg=f"{what} of {name}, rank {rank}"
+                    got, mine, rtol=1e-5, atol=1e-8, msg=f"{what} of {name}, rank {rank}"
                 )
 
 
