@@ -62,7 +62,9 @@ def _serve(pipe: Connection, port: int) -> None:
             if store.add("connected", 1) == world_size:
                 store.set("all connected", "")
             store.wait(["all connected"])
-            answer = (True, fn(DistComm(), *args))
+            comm = DistComm()
+            answer = (True, fn(comm, *args))
+            comm.sent()
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
             client = None  # what has failed may have left it unusable, and then all jobs after it would fail

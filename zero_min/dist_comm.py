@@ -59,18 +59,19 @@ class DistComm(Comm):
             ) from error
         return cls(check)
 
-    @staticmethod
-    def close() -> None:
-        """Leave the world."""
+    def close(self) -> None:
+        """Leave the world, once what was sent is on its way."""
+        self.sent()
         dist.destroy_process_group()
 
     def settle(self) -> None:
         """gloo's own threads let go of a collective's buffers a moment after it has returned."""
         super().settle()
-        self._sent()
+        self.sent()
         time.sleep(SETTLE)
 
-    def _sent(self) -> None:
+    def sent(self) -> None:
+        """Wait until all messages are on their way. One that is not would be lost if this process left."""
         for work, _ in self.sending:
             if work is not None:
                 work.wait()
@@ -116,7 +117,7 @@ class DistComm(Comm):
         received = like.new_empty(like.shape)
         try:
             dist.recv(received, source)
-            self._sent()  # a message that nobody has taken yet would be lost if this process ended
+            self.sent()
         except RuntimeError as error:
             call = f"{describe('receive', like)} from rank {source} at {caller()}"
             raise WorldError(self._post_mortem(call, error)) from error
