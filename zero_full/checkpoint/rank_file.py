@@ -122,6 +122,8 @@ class Range:
 
     def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
         """Return the byte range in the file of these elements of the tensor, which are contiguous there."""
+        if start == stop:
+            return self.at, self.at
         index = start if self.block is None else self.block.index_of(start)
         assert index is not None
         begin = self.at + (index - self.start) * self.dtype.itemsize

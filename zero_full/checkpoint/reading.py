@@ -70,7 +70,7 @@ class NativeSource(Source):
 
     def _range(self, key: str, start: int, stop: int) -> Range:
         for each in self.ranges[key]:
-            if next(each.within(start, stop), None) == (start, stop):
+            if start == stop or next(each.within(start, stop), None) == (start, stop):
                 return each
         raise AssertionError(f"{key}: {start} to {stop} are not in one range")
 
@@ -86,7 +86,7 @@ class NativeSource(Source):
         if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != found.dtype:
             return super().read_into(key, start, target)
         self.verify(key, start, start + target.numel())
-        found.file.fill(target, found.bytes_of(start, start)[0])
+        found.file.fill(target, found.bytes_of(start, start + target.numel())[0])
         increment_version(target)  # autograd must notice the write, which bypasses torch
 
     def verify(self, key: str, start: int, stop: int) -> None:

@@ -204,7 +204,7 @@ def _export(
                 for name, member in members.items():
                     values = whole[flat.layout.windows[member.index]].view(member.shape)
                     deliver(name, values if member.block is None else whole_of(like(member.param, values)))
-                del whole  # before the next flat buffer is gathered
+                del whole, values  # before the next flat buffer is gathered
         for tensor, name in names.items():
             deliver(name, whole_of(tensor))
         if writes:
