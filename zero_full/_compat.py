@@ -123,7 +123,7 @@ def returns_new(operation: Any) -> bool:
 
 
 def default_device_context(device: torch.device) -> Any:
-    """Return the context that `with device:` enters, as an object whose device can be changed."""
+    """Return the context manager behind `with device:`. Its device can be changed afterwards."""
     return DeviceContext(device)
 
 

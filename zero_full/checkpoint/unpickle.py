@@ -113,7 +113,7 @@ class _AttributesMaker(_Inert):
 
 
 class _CounterMaker(_Inert):
-    """Stands for `collections.Counter`, whose class a pickle could modify."""
+    """A stand-in for `collections.Counter`. A pickle could modify the real class."""
 
     def __new__(cls, counts: dict[Any, int]) -> Any:
         return Counter(dict(counts))

@@ -88,7 +88,7 @@ class InlineStreamLane(InlineLane):
         self.current = current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Queue the job after what the producers have queued so far, and before what they queue next."""
+        """Queue the job on the current stream, after the producers' earlier work and before their later."""
         here, others = self.producer(), set(producers)
         for stream in others:
             _wait(here, stream)

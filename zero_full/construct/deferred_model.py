@@ -103,11 +103,13 @@ class Deferred:
     def run_replay(self, assign: Assign) -> None:
         """Replay the recording, and call `assign` with every parameter and its values, one at a time."""
         self.values = ValueReport()
-        are_compared, files = len(self.source_ranks.ranks) > 1, MappedFiles(only_unchanged=True)
+        are_compared = len(self.source_ranks.ranks) > 1
+        # Replay computes the others in new memory.
+        files = MappedFiles(only_unchanged=True) if are_compared and self.real else None
 
         def deliver(name: str, real: Tensor) -> None:
             if are_compared:
-                self.values.add(name, real, files.identity(real))
+                self.values.add(name, real, None if files is None else files.identity(real))
             self._assign(name, real, assign)
 
         # Other tensors of the model may differ between ranks, as without Init.

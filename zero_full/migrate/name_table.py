@@ -178,7 +178,7 @@ def target_of(path: str) -> str | None:
 
 
 def is_module(path: str) -> bool:
-    """Return whether the name's counterpart is a module, whose names are all in these tables."""
+    """Return whether the name maps to a module, whose own names are all in these tables."""
     return canonical(path) in MODULES
 
 

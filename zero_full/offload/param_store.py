@@ -40,7 +40,7 @@ class ParamSlice:
         self.values = values
 
     def start_read(self, optional: bool = False) -> bool:
-        """Prefetch the slice for a gather. Returns False if there is no room, which `optional` allows."""
+        """Begin to read the slice for a gather. Returns False if it is `optional` and no buffer is free."""
         return True
 
     def copy_to(self, place: Tensor, home: Any = None) -> None:

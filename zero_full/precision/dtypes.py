@@ -44,7 +44,7 @@ class Dtypes:
         return replace(self, adapters=adapters_in_fp32(model))
 
     def of(self, model: torch.dtype, name: str = "") -> torch.dtype:
-        """The dtype during training of the parameter `name`, whose dtype in the model is `model`."""
+        """Return the dtype in which the parameter `name` is trained. `model`: its dtype in the model."""
         if self.parameter is None or not model.is_floating_point or name in self.adapters:
             return model
         return self.parameter

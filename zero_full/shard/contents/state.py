@@ -164,7 +164,7 @@ class Contents:
         return self._among_tensor(group.across.rank, group.across.size, group.kind.is_split)
 
     def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
-        """Return the holder, counting the tensor-parallel ranks, which also have what is not split."""
+        """Return a `Chunk.holder` that counts tensor-parallel ranks, as each has what is not split."""
         tensor = self.groups.tensor
         if tensor is None or is_split or not self.has_dtensors:
             return place, holders
