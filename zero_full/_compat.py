@@ -103,7 +103,7 @@ def set_local_tensor(dtensor: Any, local: Tensor, like: Any = None) -> None:
 
 # Functions and operations ----------------------------------------------------------------------------
 
-without_overrides = torch._C.DisableTorchFunctionSubclass  # a context: subclasses act as plain tensors
+without_overrides = torch._C.DisableTorchFunctionSubclass  # a context: released parameters are plain tensors
 without_functions = torch._C.DisableTorchFunction  # the same, and without any TorchFunctionMode
 
 

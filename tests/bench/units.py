@@ -3,11 +3,15 @@
     python -m tests.bench.units
 
 Two ranks on one machine train many tiny units, so that the time goes into Python. Counted is the CPU time of
-the thread that calls the engine, as on an accelerator, whose streams do the collectives. The model without
-an engine is subtracted. The last line is JSON.
+the thread that calls the engine. The model without an engine is subtracted. On a CPU that thread shares the
+interpreter with the one that runs the collectives, and waits for it. On an accelerator streams run them. The
+second table is for that case: one rank gathers and releases its units without a second thread, as in the day
+on GPUs (`tests/gpu/day/hooks.py`). The last line is JSON.
 """
 
 import time
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +21,9 @@ from torch import Tensor, nn
 import zero_full
 from tests.bench import interleave
 from tests.bench.interleave import Series
+from tests.gpu.day import hooks as forced
 from tests.worlds import POOL
+from zero_full.assemble import shard
 
 UNITS, WIDTH, ROUNDS, PASSES = 60, 8, 7, 5
 RANKS = 2
@@ -114,6 +120,42 @@ def measure(comm: Any, units: int, rounds: int, passes: int) -> dict[str, Series
     return interleave.run(list(rows), rounds, visit)
 
 
+def alone(comm: Any, units: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a pass and of a step of one rank, by row, in turn."""
+    torch.set_num_threads(1)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    models, optimizers = dict[str, nn.Module](), dict[str, Any]()
+    for name in ("no engine", "stage 2", "stage 3"):
+        models[name] = model = forced.Units(units, WIDTH)
+        optimizers[name] = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if name != "no engine":
+            settings = replace(forced.settings_of(int(name[-1]), WIDTH), overlap=False)
+            optimizers[name] = shard(model, optimizers[name], settings)
+    found: dict[str, dict[str, list[float]]] = {name: {"hooks": [], "step": []} for name in models}
+    for _ in range(rounds + 2):
+        for name, model in models.items():
+            start = time.thread_time()
+            model(x).backward()
+            middle = time.thread_time()
+            optimizers[name].step()
+            found[name]["hooks"].append(middle - start)
+            found[name]["step"].append(time.thread_time() - middle)
+            optimizers[name].zero_grad()
+    return {name: {what: times[2:] for what, times in each.items()} for name, each in found.items()}
+
+
+def alone_table(units: int, rounds: int) -> str:
+    """Microseconds a unit of one rank beyond a model without an engine."""
+    found, rows = POOL.run(alone, 1, units, rounds)[0], list[list[str]]()
+    plain = found.pop("no engine")
+    for name, each in found.items():
+        for what, times in each.items():
+            extra = [1e6 * (a - b) / units for a, b in zip(times, plain[what], strict=True)]
+            aim = AIMS[name] if what == "hooks" else STEP_AIM
+            rows.append([name, what, f"{median(extra):.0f}", f"{aim:.0f}"])
+    return interleave.table(["one rank, fp32", "what", "us a unit", "aim"], rows)
+
+
 def main() -> None:
     """Print microseconds a unit and the JSON line."""
     print(interleave.heading())
@@ -132,6 +174,7 @@ def main() -> None:
                 aims = [[aim] * len(times) for times in per_unit]
                 ratios.append(interleave.ratio(f"{name}, {what} / {aim:.0f} us", per_unit, aims, 1.0))
     print("\n" + interleave.table(["row", "what", "us a unit", "range"], rows))
+    print("\n" + alone_table(UNITS, ROUNDS * PASSES))
     print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in ratios]))
     print("\n" + interleave.json_line(ratios, units=UNITS, rounds=ROUNDS))
 

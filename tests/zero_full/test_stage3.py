@@ -20,6 +20,9 @@ from tests.zero_full.stage3_runs import (
     seeded,
     stage3,
 )
+from tests.zero_full.test_offload_param import host_apart
+from zero_full.shard.group.parameters import is_released
+from zero_full.shard.group.released import ReleasedTensor
 
 
 def test_a_plain_model() -> None:
@@ -264,3 +267,38 @@ def against_each_other(comm: Any, stage: int, zero: dict[str, Any]) -> list[Any]
 @pytest.mark.parametrize("way", ["released", "released, overlapping", "kept"])
 def test_two_engines_one_after_the_other_in_one_graph(way: str) -> None:
     assert POOL.run(against_each_other, 2, 3, WAYS[way]) == POOL.run(against_each_other, 2, 2, {})
+
+
+# What a step does not pay for ----------------------------------------------------------------------
+
+
+def calls_no_torch_function(comm: Any, keys: dict[str, Any]) -> None:
+    """Two steps, which may not run a released parameter's `__torch_function__`: it costs a microsecond."""
+    with host_apart():  # so that also a single rank releases parameters
+        engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
+    called = list[str]()
+    before = ReleasedTensor.__dict__["__torch_function__"]
+
+    def count(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called.append(str(func))
+        return before.__func__(cls, func, types, args, kwargs)
+
+    one_step(engine, 0, comm.rank)
+    ReleasedTensor.__torch_function__ = classmethod(count)  # type: ignore[assignment,method-assign]
+    try:
+        for step in (1, 2):
+            one_step(engine, step, comm.rank)
+        assert not called, called[:3]
+        assert is_released(engine.module.blocks[0].up.weight)
+    finally:
+        ReleasedTensor.__torch_function__ = before  # type: ignore[method-assign]
+    assert called  # by `is_released`: the counter counts
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
+def test_a_step_never_calls_torch_function_of_a_released_parameter(world_size: int, precision: str) -> None:
+    zero = {"offload_param": {"device": "cpu"}} if world_size == 1 else {}
+    keys = stage3(**zero) | {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    if precision == "fp16":
+        keys["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    POOL.run(calls_no_torch_function, world_size, keys)

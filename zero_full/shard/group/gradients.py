@@ -309,7 +309,8 @@ class FlatGradients:
         if not self.uses_param_grad:
             mine = self.averaged_slice()
             return [] if mine is None else [mine]
-        return [m.param.grad for m in self.members if m.param.grad is not None]
+        with without_overrides():
+            return [m.param.grad for m in self.members if m.param.grad is not None]
 
     def averaged_slice(self) -> Tensor | None:
         """Return this rank's slice of the averaged gradients, or None."""
@@ -330,13 +331,15 @@ class FlatGradients:
 
     def check_dense(self) -> None:
         """Raise TypeError if a gradient that autograd has left in `param.grad` is sparse."""
-        for member in self.members if self.uses_param_grad else ():
-            if member.param.grad is not None and member.param.grad.layout is not torch.strided:
-                raise TypeError(SPARSE.format(member.name))
+        with without_overrides():
+            for member in self.members if self.uses_param_grad else ():
+                grad = member.param.grad
+                if grad is not None and grad.layout is not torch.strided:
+                    raise TypeError(SPARSE.format(member.name))
 
     def forget(self, free: bool) -> None:
         """Discard the gradients. `free`: also free their memory."""
-        with without_overrides():  # a released parameter has a `__torch_function__`
+        with without_overrides():
             for param in self.parameters.params:
                 param.grad = None
         self.arrived.clear()
@@ -472,7 +475,7 @@ class ShownGradients:
 
     def show(self, members: Iterable[Member]) -> None:
         """Put placeholders into `grad` of these parameters, because their gradients are in a buffer."""
-        with without_overrides():  # a released parameter has a `__torch_function__`
+        with without_overrides():
             for member in members:
                 param = member.param
                 blank = self.blank.get(member)
@@ -511,9 +514,10 @@ class ShownGradients:
 
     def lift(self) -> None:
         """Remove all placeholders from `param.grad`, because autograd would accumulate into them."""
-        for member, placeholder in self.shown.items():
-            if member.param.grad is placeholder:
-                member.param.grad = None
+        with without_overrides():
+            for member, placeholder in self.shown.items():
+                if member.param.grad is placeholder:
+                    member.param.grad = None
         self.shown.clear()
 
 

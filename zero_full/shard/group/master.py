@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full._compat import version_of
+from zero_full._compat import version_of, without_overrides
 from zero_full.comm.lane import Pending
 from zero_full.errors import CopyError
 from zero_full.kernels.load import compiled_for
@@ -148,10 +148,12 @@ class Master:
                 continue
             if gradients is not None:
                 piece.gradient = parameters.piece_of(gradients, member)
-            elif member.param.grad is not None:
-                piece.gradient = self.tier.fetch(member.param.grad)
             else:
-                continue  # cleared by user code
+                with without_overrides():
+                    grad = member.param.grad
+                if grad is None:
+                    continue  # cleared by user code
+                piece.gradient = self.tier.fetch(grad)
             piece.copy = None if self.copies is None else parameters.piece_of(self.copies, member)
             pieces.append(piece)
         return pieces

@@ -319,22 +319,23 @@ class GradientReducer:
         self.zeroed.clear()
         self.began = self.had_pass = self.unreduced = True
         self.queue.clear()
-        for group in self.groups:
-            if group not in self.reduced_last:
-                self.queue.append(group)
-            self.producers[group] = []
-            missing = self.missing[group] = set()
-            for member in group.members:
-                if member.param.requires_grad:
-                    missing.add(member)
-                if member.param.grad is not None:
-                    self.used.add(member)  # as in torch, also a gradient that user code has put there
-        self.move_hooks_last(self.hooks)
+        preset = list[Member]()  # as in torch, also gradients that user code has put there
+        with without_overrides():
+            for group in self.groups:
+                if group not in self.reduced_last:
+                    self.queue.append(group)
+                self.producers[group] = []
+                missing = self.missing[group] = set()
+                for member in group.members:
+                    if member.param.requires_grad:
+                        missing.add(member)
+                    if member.param.grad is not None:
+                        preset.append(member)
+            self.move_hooks_last(self.hooks)
+        self.used.update(preset)
         self.backward.when_autograd_ends(self.finish)
-        if self.state.scaler.scale != 1 and not by_gradient:
-            preset = names_of(m for g in self.groups for m in g.members if m.param.grad is not None)
-            if preset:  # autograd would add scaled gradients to these
-                raise RuntimeError(UNSCALED.format(preset))
+        if preset and self.state.scaler.scale != 1 and not by_gradient:
+            raise RuntimeError(UNSCALED.format(names_of(preset)))  # autograd would add scaled ones to these
 
     def move_hooks_last(self, params: Iterable[Tensor]) -> None:
         """Move our hooks behind the user's, which must see a gradient before it moves to a flat buffer."""
@@ -560,7 +561,7 @@ class GradientReducer:
             if group.asleep:
                 check_trained(m for m in group.members if m.param.grad is not None)
         known, shown = dict(found.written), self.gradients.shown
-        with without_overrides():  # a released parameter has a `__torch_function__`
+        with without_overrides():
             for group in self.groups:
                 for member in group.members:
                     grad = member.param.grad
@@ -582,11 +583,12 @@ class GradientReducer:
             if any(m.param.grad is not None for group in self.woken for m in group.members):
                 self.began = self.unreduced = True
             self._take_unnoticed()
-        for group in self.unbuffered:  # as in torch, also gradients that user code has put there
-            for member in group.members:
-                if member.param.grad is not None and member not in self.used:
-                    self.used.add(member)
-                    self.began = True
+        with without_overrides():
+            for group in self.unbuffered:  # as in torch, also gradients that user code has put there
+                for member in group.members:
+                    if member.param.grad is not None and member not in self.used:
+                        self.used.add(member)
+                        self.began = True
 
     def drop(self, members: Iterable[Member]) -> None:
         """Set gradients that user code has cleared to zero."""
