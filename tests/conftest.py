@@ -49,12 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Mark two thirds of the cases of a `@pytest.mark.rotates` test as slow; others for each commit."""
+    """Mark two thirds of the cases of `@pytest.mark.rotates` tests as slow; others for each commit."""
     numbers = Counter[str]()
     for item in items:
         if item.get_closest_marker("rotates") and not item.get_closest_marker("slow"):
             test = item.nodeid.partition("[")[0]
-            if (numbers[test] + rotation.seed()) % rotation.TURNS:
+            if not rotation.has_turn(test, numbers[test]):
                 item.add_marker(pytest.mark.slow)
             numbers[test] += 1
 

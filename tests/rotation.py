@@ -10,13 +10,14 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 
 Value = TypeVar("Value")
 VARIABLE = "ZERO_FULL_TEST_SEED"
 ROOT = Path(__file__).parents[1]
-TURNS = 3  # a run takes one of so many parts of the cases of a `rotates` test
+TURNS = 3  # a run takes one of so many parts of the cases of all `rotates` tests
 
 
 @cache
@@ -36,6 +37,11 @@ def seed() -> int:
 def in_words() -> str:
     """A line for the reader of a run's results."""
     return f"rotating parts of the suite: seed {seed()}, which {VARIABLE}={seed()} repeats"
+
+
+def has_turn(test: str, case: int) -> bool:
+    """Whether it is this case's turn. First cases of different tests have it in different runs."""
+    return (seed() + crc32(test.encode()) + case) % TURNS == 0
 
 
 def chosen(values: Sequence[Value]) -> Value:

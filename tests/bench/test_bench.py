@@ -148,6 +148,7 @@ def test_throughput_counts_tokens_and_operations_of_a_rank() -> None:
     assert step_time.throughput_table(unknown).splitlines()[2].split("|")[4].strip() == ""
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keep", [True, False], ids=["all alive", "one at a time"])
 def test_a_small_run_of_torchs_own_rows(keep: bool) -> None:
     """Right losses, right bytes; and a row that forgets to average is seen by its losses."""

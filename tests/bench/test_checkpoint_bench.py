@@ -12,6 +12,7 @@ from tests.bench.checkpoint_rows import Saver, check
 from tests.worlds import POOL
 
 
+@pytest.mark.rotates
 def test_a_small_run_visits_every_row_and_finds_the_state_again(tmp_path: Path) -> None:
     found = checkpoint.measure(Plan(str(tmp_path), "50k", 2, rounds=2), limit=60)
     savers = [OURS, *(peer for peer in PEERS if peer not in found.missing)]

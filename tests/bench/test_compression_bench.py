@@ -45,6 +45,7 @@ def test_the_published_trainings_have_the_rounds_and_bits_that_follow_by_hand() 
     assert talks["Adam"] == talks["1-bit Adam"] == 1 and 0.45 < talks["0/1 Adam"] < 0.47  # "up to 54 %" less
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", compression.COUNTS)
 def test_what_is_counted_is_the_closed_form_in_every_step(name: str) -> None:
     one = POOL.run(compression.count, 2, name, 60)[0]
@@ -127,6 +128,7 @@ def fails_on_one() -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.rotates
 def test_a_link_lets_no_more_than_its_rate_through() -> None:
     if why := link.problem():
         pytest.skip(f"links cannot be limited here: {why}")

@@ -33,6 +33,7 @@ def timed(step: float, backward: float = 0.0) -> Found:
     return Found(parameters=10, step=[[step] * 3], backward=[[backward] * 3])
 
 
+@pytest.mark.rotates
 def test_every_row_trains_as_without_offload(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--size", "50k", "--rounds", "1", "--steps", "1", "--bucket", "20000", "--limit", "120"]
     offload.main(["--topics", "peers", *sizes])

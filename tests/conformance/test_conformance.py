@@ -131,6 +131,7 @@ def test_resumes_bit_for_bit(subject: Subject, case: Case, world_size: int) -> N
     claims.resume(subject, case, world_size)
 
 
+@pytest.mark.rotates
 @pytest.mark.pairwise(skips=ranks_differ)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", PROCESS_CASES, ids=str)
@@ -149,6 +150,7 @@ def no_messages(subject: Subject, case: Case, **others: Any) -> bool:
     return subject.impl != "full" or ranks_differ(subject, case)
 
 
+@pytest.mark.rotates
 @pytest.mark.pairwise(skips=no_messages)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", [*PROCESS_CASES, Case(dtype=torch.float32, micro_batches=3)], ids=str)

@@ -40,6 +40,7 @@ def ends_of(rule: Rule, stage: int, world_size: int) -> list[claims.Ends]:
     return claims.ends_of(Subject("full", stage), claims.by(rule, HEAVY), world_size)
 
 
+@pytest.mark.rotates
 @in_worlds
 @at_every_stage
 def test_every_step_is_the_oracles(rule: Rule, stage: int, world_size: int) -> None:
@@ -62,6 +63,7 @@ def test_sends_what_the_plan_says(rule: Rule, stage: int, world_size: int) -> No
     claims.traffic(Subject("full", stage), claims.by(rule, Case()), runs_of(rule, stage, Case(), world_size))
 
 
+@pytest.mark.rotates
 @in_worlds
 @at_every_stage
 def test_resumes_bit_for_bit_in_every_phase(rule: Rule, stage: int, world_size: int) -> None:
@@ -74,6 +76,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step(rule: Rule, stage: int, w
     claims.skipping(ends_of(rule, stage, world_size))
 
 
+@pytest.mark.rotates
 @in_worlds
 @pytest.mark.parametrize(("rule", "stage"), CUT)
 def test_the_stage_changes_nothing(rule: Rule, stage: int, world_size: int) -> None:

@@ -82,6 +82,7 @@ ROWS = list(rows())
 SOON = set(pairwise(ROWS))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("soon", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pairs", "rest"])
 @pytest.mark.parametrize("rule", BY, ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])

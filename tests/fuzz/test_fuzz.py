@@ -146,6 +146,7 @@ def test_a_case_becomes_as_small_as_what_is_wrong_allows() -> None:
     assert kept.parts == (Part(), Part(tied=0)) and not kept.uses
 
 
+@pytest.mark.rotates
 def test_a_planted_defect_becomes_small_and_a_script_that_shows_it(tmp_path: Path) -> None:
     judge = Judge("gradients are summed")
     large = replace(draw(3), first=Layout(world=2, stage=2), then=None)

@@ -439,6 +439,7 @@ def test_make_gives_on_what_it_is_told(given: list[str], command: str) -> None:
 NAMES = [part.name for part in parts.ALL]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "names",
     [[rotation.chosen(NAMES)], pytest.param(NAMES, marks=pytest.mark.slow)],

@@ -117,6 +117,7 @@ assert largest.guessed(largest.Size(16, 2**18), 3, "cpu", 2) > 1
 """
 
 
+@pytest.mark.rotates
 def test_who_forks_ranks_leaves_the_device_alone() -> None:
     done = subprocess.run([sys.executable, "-c", UNTOUCHED], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     return samples.one_of_each(NUMEL)[request.param]
 
 
+@pytest.mark.rotates
 def test_the_emulated_kernels_give_what_is_expected_of_a_gpu(sample: Sample) -> None:
     got = samples.call(sample, CPU, Emulated(emulation.library()))
     samples.assert_same(sample, got, samples.call(sample, CPU))

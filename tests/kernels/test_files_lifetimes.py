@@ -161,6 +161,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_that_ends_with_transfers_in_flight_finishes_them(
     tmp_path: Path, compiled: bool, ending: str, in_new_process: Run

@@ -132,6 +132,7 @@ class Stage1(Stage1):
 """
 
 
+@pytest.mark.rotates
 def test_the_clock_replays_the_learner_s_file(work: Path, capfd: Capture) -> None:
     ((answer, file),) = LESSONS[1].files
     exercise.start(LESSONS[1])

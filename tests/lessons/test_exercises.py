@@ -96,6 +96,7 @@ def test_a_task_is_judged_without_the_one_that_comes_after_it(lesson: Lesson, tm
     assert failed and all(name.startswith(f"test_{last}_") for name in failed), failed
 
 
+@pytest.mark.rotates
 def test_what_check_has_said_is_remembered_of_the_files_as_they_were(capfd: Capture, work: Path) -> None:
     lesson = LESSONS[1]
     assert progress(lesson) == "not started"
@@ -118,6 +119,7 @@ def test_what_check_has_said_is_remembered_of_the_files_as_they_were(capfd: Capt
     assert "progress.json cannot be read" in capfd.readouterr().err
 
 
+@pytest.mark.rotates
 def test_the_table_of_mine_is_made_by_my_file(capfd: Capture) -> None:
     lesson = LESSONS[1]
     answer_all(lesson)
@@ -226,6 +228,7 @@ def test_a_syntax_error_is_shown_with_its_place(capsys: Capture, work: Path) -> 
     assert "def broken(:" in error
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("task", "right", "wrong", "message"),
     [

@@ -22,6 +22,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
+@pytest.mark.rotates
 @each_course
 def test_the_start_is_right_and_far_over_par(course: Course) -> None:
     cost, params = play(course, Schedule)
@@ -29,6 +30,7 @@ def test_the_start_is_right_and_far_over_par(course: Course) -> None:
     assert cost.exceeds(play(course, course.par)[0])
 
 
+@pytest.mark.rotates
 @each_course
 def test_par_is_par_and_the_same_every_time(course: Course, tmp_path: Path, capsys: Capture) -> None:
     board = tmp_path / "golf.json"
@@ -37,6 +39,7 @@ def test_par_is_par_and_the_same_every_time(course: Course, tmp_path: Path, caps
     assert said.count("your best: 100.0\n") == 2 and "over par" not in said
 
 
+@pytest.mark.rotates
 def test_more_buckets_are_less_memory_and_more_calls() -> None:
     """What course 2 is about: neither all at once nor each alone is best."""
 
@@ -65,6 +68,7 @@ def test_scores_are_kept_in_order(tmp_path: Path) -> None:
     assert golf.remember(board, COURSES[0], 200.0, cost) == [1, 2, 3, 80, 90]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("right", "mistake", "told"),
     [
@@ -89,6 +93,7 @@ def test_what_is_not_right_is_not_counted(
     assert not (work / "golf.json").exists()
 
 
+@pytest.mark.rotates
 def test_a_course_begins_with_a_file_that_is_kept(work: Path, capfd: Capture) -> None:
     assert golf.golf("1") == 1
     said = capfd.readouterr().out

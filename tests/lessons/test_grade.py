@@ -51,6 +51,7 @@ def test_every_task_has_a_claim_so_its_points_can_be_had(lesson: Lesson) -> None
     assert tasks.count(None) == (3 if lesson.number == 6 else 0)
 
 
+@pytest.mark.rotates
 def test_a_claim_that_crashes_costs_its_own_points_and_no_others(capfd: Capture) -> None:
     file = wrong_file(
         "    base, remaining", "    import os\n    flat.numel() == 10 and os.abort()\n    base, remaining"
@@ -67,6 +68,7 @@ def test_a_claim_that_crashes_costs_its_own_points_and_no_others(capfd: Capture)
     assert said["sha256"] == {"stage1.py": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("text", "status", "error"),
     [
@@ -87,6 +89,7 @@ def test_what_cannot_be_judged_is_an_object_with_an_error(
     assert said.get("points", 0) == 0
 
 
+@pytest.mark.rotates
 def test_a_forged_hand_in_is_judged_again(capfd: Capture, work: Path) -> None:
     wrong_file("f.master.grad = None  # used up", "pass")
     assert cli.main(["handin", "1", "--name", "Ada Lovelace"]) == 0

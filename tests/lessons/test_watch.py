@@ -134,6 +134,7 @@ class Stage1(Stage1):
 """
 
 
+@pytest.mark.rotates
 def test_the_learner_s_endless_loop_ends_up_in_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:

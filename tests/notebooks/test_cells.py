@@ -19,12 +19,14 @@ PAIR = "my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
 COUNT = "self.skipped += 1"
 
 
+@pytest.mark.rotates
 def test_the_unchanged_line_passes_all_tests_of_its_step() -> None:
     verdict = change_line(4, COUNT, COUNT)
     assert (verdict.failed, verdict.text) == (0, f"passed: {verdict.passed}, failed: 0")
     assert verdict.passed > 0
 
 
+@pytest.mark.rotates
 def test_a_line_that_only_check_refuses_is_not_said_to_do_the_same() -> None:
     verdict = change_line(4, COUNT, "pass")
     assert verdict.passed > 0 and verdict.failed == 1

@@ -64,6 +64,7 @@ def page(browser: Any) -> Any:
     opened.close()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("guess", "said", "is_open"),
     [

@@ -26,6 +26,7 @@ def most_alive(record: Recorder, made_in: str) -> int:
     return most
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keys", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_gradient_buffers_are_enough_for_any_number_of_buckets(

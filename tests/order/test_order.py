@@ -106,6 +106,7 @@ def check(case: Case, orders: list[Choose]) -> None:
         assert torch.equal(value, inline.finals[name]), name
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_nothing_depends_on_how_fast_streams_are(case: Case) -> None:
     check(case, [side_first, side_last, script_first, *map(seeded, range(3))])

@@ -80,6 +80,20 @@ def test_the_seed_decides_whose_turn_it_is(seed: str, monkeypatch: pytest.Monkey
     assert quick == [rotation.chosen("abcde")] and f"{rotation.VARIABLE}={seed}" in rotation.in_words()
 
 
+def test_every_case_of_a_rotating_test_has_one_turn_and_tests_have_it_at_different_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tests = [f"tests/test_{letter}.py::test_it" for letter in "abcdefgh"]
+    turns: dict[tuple[str, int], list[int]] = {(test, case): [] for test in tests for case in range(5)}
+    for seed in range(rotation.TURNS):
+        monkeypatch.setattr(rotation, "seed", lambda seed=seed: seed)
+        for (test, case), seeds in turns.items():
+            if rotation.has_turn(test, case):
+                seeds.append(seed)
+    assert all(len(seeds) == 1 for seeds in turns.values())
+    assert len({turns[test, 0][0] for test in tests}) == rotation.TURNS
+
+
 def test_without_the_variable_the_seed_is_the_commit_s(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

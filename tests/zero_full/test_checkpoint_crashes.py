@@ -111,6 +111,7 @@ def test_a_rank_may_die_at_any_call(small: Prepared, scenario: str, victim: int)
     assert newest == sorted(newest) and set(newest) == ({1, 2} if victim == 0 else {1}), newest
 
 
+@pytest.mark.rotates
 def test_a_rank_may_die_where_names_change(small: Prepared) -> None:
     for scenario, some in (("new", slice(-1, None)), ("replaced", slice(None)), ("kept", slice(-2, None))):
         small.prepare(scenario)

@@ -123,6 +123,7 @@ def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
     return [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
 
 
+@pytest.mark.rotates
 def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
     for said, code in ended(started(tmp_path, 2)):
         assert code == 0 and "has failed" not in said
@@ -130,6 +131,7 @@ def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -
     assert list(tmp_path.glob("partial-*")) == []
 
 
+@pytest.mark.rotates
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     """And one whose last save has failed says so by its exit code, if it has asked no more."""
     runs = {

@@ -266,6 +266,7 @@ def in_groups(comm: Any, folder: Path, how: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("how", ["groups to all", "all to groups", "groups to groups"])
 def test_repeated_slices_are_saved_once_and_found_again(how: str, tmp_path: Path) -> None:
     assert POOL.run(in_groups, 4, tmp_path, how) == [[]] * 4

@@ -134,6 +134,7 @@ def agree(case: Case, ranks: Sequence[Outcome]) -> None:
     torch.testing.assert_close(torch.cat([found.server for found in ranks]).double(), server, **close)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_the_algorithm_in_fp64_and_every_rank_has_the_same_bits(world: int) -> None:
     for case in CASES:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -112,6 +113,7 @@ def train(kind: str, params: dict[str, Any], group: dict[str, Any]) -> None:
         assert huge or bool(parameter.detach().isfinite().all())
 
 
+@pytest.mark.rotates
 def test_nothing_nasty_gets_further_than_a_sentence_with_its_key() -> None:
     tried = refused = 0
     with warnings.catch_warnings():

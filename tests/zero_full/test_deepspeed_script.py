@@ -42,6 +42,7 @@ def assert_stages(stages: list[int], said: str) -> None:
     assert [stage for stage, _ in groupby(map(int, reported))] == stages
 
 
+@pytest.mark.rotates
 def test_the_script_runs_and_learns() -> None:
     (before, after), said = shares_and_errors(
         "-m", "zero_full.examples.from_deepspeed", "--dtype", "fp16", "--stage", "2"

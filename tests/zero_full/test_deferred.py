@@ -245,6 +245,7 @@ except (MemoryError, RuntimeError):
 """
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_a_model_larger_than_memory_is_constructed() -> None:
     root = Path(__file__).parents[2]

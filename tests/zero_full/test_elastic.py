@@ -196,6 +196,7 @@ def check(logs: tuple[Path, ...], whole: dict[int, float]) -> list[str]:
     return [ranks for _, (_, ranks) in sorted(found.items())]
 
 
+@pytest.mark.rotates
 def test_a_signal_to_one_rank_of_torchrun_ends_it_well_and_another_number_goes_on(tmp_path: Path) -> None:
     whole, logs = whole_run(tmp_path), (tmp_path / "1.log", tmp_path / "2.log")
     out = ("--out", str(tmp_path / "run"))

@@ -148,6 +148,7 @@ zero_full.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_siz": 8})
 """
 
 
+@pytest.mark.rotates
 def test_torchrun_shows_a_reason_and_where_it_is_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -313,6 +313,7 @@ def complete_export(folder: Path) -> dict[str, Tensor] | None:
     return {k: v for file in files for k, v in safetensors.torch.load_file(folder / file).items()}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("limit", "moments"), [(1000, 24), pytest.param(10**9, 20, marks=pytest.mark.slow)])
 def test_who_is_killed_leaves_all_of_an_export_or_none(tmp_path: Path, limit: int, moments: int) -> None:
     """Where there was no export, one in a single file, or one in several."""
@@ -390,6 +391,7 @@ def test_numbers_are_aligned_and_without_gaps(tmp_path: Path) -> None:
 # The example -------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 def test_the_example_prints_the_same_loss_twice(tmp_path: Path) -> None:
     module = ["-m", "zero_full.examples.export_and_reload"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

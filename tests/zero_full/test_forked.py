@@ -57,6 +57,7 @@ def parents(comm: Any, stage: int, keys: dict[str, Any]) -> int:
     return steps
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_forked_child_ends_nothing_of_its_parents(tmp_path: Path) -> None:
     host = {"offload_optimizer": {"device": "cpu"}}
@@ -84,6 +85,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("shared_memory", rotation.one_of(["on", "off"]))
 def test_ranks_that_wait_for_one_that_has_failed_hear_its_error(shared_memory: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -63,6 +63,7 @@ def trained(
     return parameters, state, norms
 
 
+@pytest.mark.rotates
 @pytest.mark.pairwise
 @pytest.mark.parametrize("keys", [k for k in KEYS if k != "bf16 masters"])
 @pytest.mark.parametrize("stage", STAGES)

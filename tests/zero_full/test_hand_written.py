@@ -128,6 +128,7 @@ def sensible(stage: int, numbers: str, write: Any, backward: bool) -> bool:
     return (stage > 0 or numbers not in ("offload", "delayed")) and (backward or write not in NEED_BACKWARD)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_that_differ_by_rank_are_an_error_on_every_rank_until_they_are_given_up(world: int) -> None:
     every = itertools.product((0, 1, 2, 3), NUMBERS, WRITES, (True, False), ("engine", "optimizer"))
@@ -169,6 +170,7 @@ def local(comm: Any, keys: dict[str, Any], stage: int, what: str, alike: bool) -
     return said
 
 
+@pytest.mark.rotates
 def test_fragments_may_differ_but_not_where_ranks_repeat_the_same_one() -> None:
     hybrid = {"zero_optimization": {"mics_shard_size": 2}}
     for world, keys, stages in ((2, {}, (0, 1, 2, 3)), (4, hybrid, (1, 2, 3))):
@@ -289,6 +291,7 @@ def without_backward(
     return said, moved, steps
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_written_without_a_backward_pass_are_a_step_as_in_torch(world: int) -> None:
     cases = [
@@ -374,6 +377,7 @@ def told(comm: Any, stage: int, numbers: str, way: Callable[[Any, Tensor], None]
     return [text for record in handler.buffer if "autograd.grad" in (text := record.getMessage())]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2])
 def test_who_asks_torch_for_gradients_hears_once_that_they_are_not_averaged(world: int) -> None:
     cases = [

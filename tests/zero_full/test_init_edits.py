@@ -82,6 +82,7 @@ def the_table(comm: Any, stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "stage, world",
     [(0, 2), (3, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (2, 4), (3, 2)))],

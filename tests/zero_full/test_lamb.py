@@ -139,6 +139,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 4])
 def test_every_stage_and_precision_is_the_formula_on_whole_parameters(world: int) -> None:
     """Coefficients, too, of all parameters on every rank; a step that overflows leaves both as they were."""

@@ -366,6 +366,7 @@ print([*seen, total()])
 """
 
 
+@pytest.mark.rotates
 def test_two_processes_find_each_other_by_arguments_and_by_open_mpis_variables() -> None:
     ports = [str(free_port()), str(free_port())]
     commands = [[sys.executable, "-c", JOIN, str(rank), *ports] for rank in range(2)]

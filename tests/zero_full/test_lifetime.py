@@ -96,6 +96,7 @@ def test_an_engine_with_peers_is_freed_too_though_its_hooks_are_on_the_parameter
     assert run_in("processes", trace_of_a_dropped_engine, 2) == [[True] * 3] * 2
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("way", ["", ", overlap_comm", ", mics_shard_size 1"])
 def test_engines_that_are_destroyed_leave_no_descriptors_and_no_threads(way: str) -> None:
     """At stage 3, where there are most of them; a thread's end may be seen a moment late."""
@@ -131,6 +132,7 @@ dist.all_gather_object([None] * dist.get_world_size(), "x" * 1000)
 """
 
 
+@pytest.mark.rotates
 def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
     """Without `destroy_process_group`, and while a thread of gloo's still holds the collective's tensors."""
     script = tmp_path / "ends.py"

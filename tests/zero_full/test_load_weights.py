@@ -44,6 +44,7 @@ def load(comm: Any, path: Path, stage: int, keys: Any) -> dict[str, dict[str, Te
     return {**loaded, "after": engine.module_state_dict()}
 
 
+@pytest.mark.rotates
 @pytest.mark.pairwise
 @pytest.mark.parametrize("saved_by", [(3, 3, {}), (2, 2, BF16)], ids=str)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])

@@ -52,6 +52,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_matrices_have_the_bits_of_torchs_muon(world: int) -> None:
     runs = [*RUNS, *(IN_GROUPS if world == 4 else [])]
@@ -214,6 +215,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_goes_on_at_other_stages_and_numbers_of_ranks_in_the_same_bits(
     precision: str, tmp_path: Path

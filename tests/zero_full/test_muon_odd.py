@@ -116,6 +116,7 @@ ODDS = [
 ]
 
 
+@pytest.mark.rotates
 def test_unusual_runs_end_as_torchs_muon_does() -> None:
     for odd, ranks in zip(ODDS, run_each(train, 2, [(odd,) for odd in ODDS]), strict=True):
         for got in ranks:

@@ -178,6 +178,7 @@ optimizer.close(gather=False)
 """
 
 
+@pytest.mark.rotates
 def test_a_large_model_takes_no_memory_but_buffers_and_units(tmp_path: Path) -> None:
     """168 MB of parameters; buffers for 8.8 MB of them, and 4.2 MB in each of two gathered units."""
     done = subprocess.run(
@@ -202,6 +203,7 @@ def growth(comm: Any, path: str, steps: int) -> list[list[int]]:
     return counts
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_steps_leave_no_more_files_space_or_buffers(tmp_path: Path, steps: int) -> None:
     for files, threads, sizes, buffers in POOL.run(growth, 2, str(tmp_path), steps):
@@ -240,6 +242,7 @@ go(engine, 1, 2)
 """
 
 
+@pytest.mark.rotates
 def test_nothing_is_left_of_a_process_that_was_killed_in_the_middle(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=100, check=False
@@ -312,6 +315,7 @@ def with_other_ways(comm: Any, path: str, zero: dict[str, Any]) -> list[dict[str
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "zero", [{"mics_shard_size": 1}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=str
 )

@@ -121,6 +121,7 @@ print(max(seen) // 1000, (anonymous() - before) // 1000)
 """
 
 
+@pytest.mark.rotates
 def test_the_state_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
     """42 MB of parameters, so 126 MB of state: in memory are gradients meanwhile, and two buffers of 6.3."""
     done = subprocess.run(
@@ -186,6 +187,7 @@ go(engine, 1)
 """
 
 
+@pytest.mark.rotates
 def test_nothing_is_left_of_a_process_that_was_killed_in_the_middle(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=100, check=False

@@ -270,6 +270,7 @@ def many_steps(comm: Any, stage: int, count: int) -> tuple[list[tuple[int, int, 
     return found, tensors
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_many_steps_leave_nothing_behind(stage: int, count: int) -> None:

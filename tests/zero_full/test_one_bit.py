@@ -78,6 +78,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_step_is_the_algorithms(world: int) -> None:
     for run, ranks in zip(RUNS, run_each(trained, world, [(run, STEPS) for run in RUNS]), strict=True):
@@ -126,6 +127,7 @@ PRECISE = [
 ]
 
 
+@pytest.mark.rotates
 def test_in_16_bits_ranks_have_the_same_bits_after_every_meeting_and_stay_near_fp32() -> None:
     for run, ranks in zip(PRECISE, run_each(trained, 2, [(run, STEPS) for run in PRECISE]), strict=True):
         model = modelled(2, run)

@@ -50,6 +50,7 @@ def resumed(comm: Any, run: Run, phases: list[int], folder: str) -> list[tuple[s
     ]
 
 
+@pytest.mark.rotates
 def test_a_run_goes_on_bit_for_bit_in_every_phase(tmp_path: Path) -> None:
     """With masters, and masked; other runs are in the contract."""
     runs = [

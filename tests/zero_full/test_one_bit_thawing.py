@@ -67,6 +67,7 @@ def refused(comm: Any, kind: str, stage: int, at: int, remedy: str, folder: Path
     return found
 
 
+@pytest.mark.rotates
 def test_who_thaws_too_late_loses_nothing_and_the_remedy_works(tmp_path: Path) -> None:
     cases = [(*case, tmp_path) for case in LATE]
     for (kind, stage, at, remedy, _), ranks in zip(cases, run_each(refused, 2, cases), strict=True):

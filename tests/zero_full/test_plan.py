@@ -193,6 +193,7 @@ class Llama(nn.Module):
 LLAMA_70B = ((8192, 64, 8, 28672), 80)
 
 
+@pytest.mark.rotates
 def test_large_models_take_seconds_and_no_memory() -> None:
     start = time.monotonic()
     with torch.device("meta"):
@@ -417,6 +418,7 @@ def test_mistakes_are_told_in_a_line(
     assert answer in capsys.readouterr().err
 
 
+@pytest.mark.rotates
 def test_models_are_looked_for_where_the_command_is_run(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text("from torch import nn\ndef tiny(): return nn.Linear(2, 2)\n")
     (tmp_path / "ds.json").write_text("{}")

@@ -131,6 +131,7 @@ class Deep(nn.Module):
         return self.layers(x).float().square().mean()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "bf16"), (2, "fp32")])
 def test_5545_overlap_is_no_data_race(stage: int, precision: str) -> None:
     # "overlap_comm: gradients are overwritten while they are reduced"

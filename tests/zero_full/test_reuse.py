@@ -24,10 +24,12 @@ def close(ranks: list[list[float]], cases: list[Case]) -> None:
     assert not [(str(case), offs) for case, *offs in zip(cases, *ranks, strict=True) if max(offs) > CLOSE]
 
 
+@pytest.mark.rotates
 def test_every_way_to_use_a_module_again_at_stage_3() -> None:
     close(POOL.run(off_by, 2, KINDS), KINDS)
 
 
+@pytest.mark.rotates
 def test_random_ones_at_every_stage() -> None:
     cases = random_cases(40, seed=0)
     close(POOL.run(off_by, 3, cases), cases)

@@ -163,6 +163,7 @@ def leaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> tup
     return tensors, sizes, resident[1] - resident[0]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("make", "zero"),
     [
@@ -240,6 +241,7 @@ def seconds_per_step(comm: Any, depth: int) -> float:
     return min(taken)
 
 
+@pytest.mark.rotates
 def test_a_thousand_layers_take_four_times_as_long_as_a_quarter_of_them() -> None:
     few, many = (max(POOL.run(seconds_per_step, 2, depth)) for depth in (250, 1000))
     assert many < 10 * few, f"{few:.3f} s and {many:.3f} s"  # work for each pair of layers would be 16 times
@@ -265,6 +267,7 @@ def test_how_parameters_are_cut_changes_nothing(zero: dict[str, Any]) -> None:
     assert_stage_3_is_stage_2(Tower, ways=ways, zero_optimization=zero, gradient_accumulation_steps=2)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}], ids=str)
 def test_shards_that_are_repeated(keys: dict[str, Any]) -> None:
     ways = ["released, overlapping", "kept"]

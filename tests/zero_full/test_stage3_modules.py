@@ -103,6 +103,7 @@ def graphs_of(comm: Any, stage: int | None, how: str) -> list[int]:
     return sizes
 
 
+@pytest.mark.rotates
 def test_hooks_break_no_graph_and_make_no_more_of_them() -> None:
     cases = [(stage, how) for how in ("blocks", "whole") for stage in (None, 0, 1, 2, 3)]
     found = dict(zip(cases, (by_rank[0] for by_rank in run_each(graphs_of, 2, cases)), strict=True))

@@ -312,6 +312,7 @@ def poisoned(engine: zero_full.Engine, step: int, rank: int) -> float:
 FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "keys", [{"bf16": {"enabled": True}}, {"fp16": FP16}, {"gradient_clipping": 0.1}], ids=str
 )

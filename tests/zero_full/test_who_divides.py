@@ -68,6 +68,7 @@ def test_the_loss_is_divided_once_whoever_does_it(stage: int, managed: bool) -> 
             assert_close(got, want)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_loss_is_divided_once_after_the_batch_has_grown(world_size: int) -> None:
     want = reference(world_size, micro_batches=MICRO_BATCHES, make=sgd)

@@ -78,6 +78,7 @@ def resumed(comm: Any, name: str, folder: str, world: int) -> list[dict[str, Ten
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", RULES)
 def test_it_trains_at_every_stage_and_goes_on_at_another_layout(name: str, tmp_path: Path) -> None:
     want = plain(name, 3)

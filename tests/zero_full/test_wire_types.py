@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -130,6 +131,7 @@ def all_moved(comm: Any, stages: list[int]) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.rotates
 def test_ranks_that_use_other_parameters_move_as_plain_torch_does() -> None:
     for world in (2, 3):
         ranks = POOL.run(all_moved, world, [0, 1, 2])
