@@ -1,6 +1,7 @@
 """`python -m tests.suite`: the tests in two processes beside each other, which take files from one queue.
 
-Where the ranks of one process wait for each other, the other process computes. Arguments go to pytest.
+Where the ranks of one process wait for each other, the other process computes. One of them imports and
+collects all tests, and the other is forked from it. Arguments go to pytest.
 """
 
 import os
@@ -13,13 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
 from time import monotonic
+from typing import IO, Any
 
 import pytest
 
 from tests import rotation
 
 PROCESSES = 2
-QUEUE, NUMBER = "ZERO_FULL_TEST_QUEUE", "ZERO_FULL_TEST_PROCESS"
+QUEUE, OUTPUTS = "ZERO_FULL_TEST_QUEUE", "ZERO_FULL_TEST_OUTPUTS"
 # Files of these folders share nothing, and may run beside each other. Files of another folder may share
 # results in build/ or in memory: one process runs them one after the other.
 BY_FILE = ("tests/zero_full", "tests/conformance", "tests/hostile", "tests/fuzz", "tests/zero_min")
@@ -27,6 +29,36 @@ TOGETHER = {"tests/notebooks": "tests/site"}  # both run notebooks
 
 
 # In each process, as a plugin of pytest ----------------------------------------------------------
+
+others: dict[int, int] = {}  # process id by number, of the processes that this one has forked
+
+
+def fork_others(config: pytest.Config) -> int:
+    """Fork the other processes, which write to pipes of their own. Returns the number of the present one."""
+    pipes = [int(pipe) for pipe in os.environ[OUTPUTS].split(",")]
+    sys.stdout.flush()
+    for number, pipe in enumerate(pipes, 2):
+        pid = os.fork()
+        if pid == 0:
+            others.clear()
+            capture: Any = config.pluginmanager.getplugin("capturemanager")
+            capture.stop_global_capturing()  # it would go back to the output of the first process
+            os.dup2(pipe, 1)
+            os.dup2(pipe, 2)
+            capture.start_global_capturing()
+            capture.suspend_global_capture()
+            break
+        others[number] = pid
+    for pipe in pipes:
+        os.close(pipe)
+    return number if pid == 0 else 1
+
+
+def pytest_sessionfinish() -> None:
+    """Wait for the forked processes, and leave their exit codes in the queue."""
+    for number, pid in others.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (Path(os.environ[QUEUE]) / f"code {number}").write_text(str(code))
 
 
 def unit_of(item: pytest.Item) -> str:
@@ -56,7 +88,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run what this process takes from the queue. pytest itself stops after an error of collection."""
     if session.testsfailed or session.config.option.collectonly or QUEUE not in os.environ:
         return None
-    items = taken(session.items, Path(os.environ[QUEUE]), int(os.environ[NUMBER]) % 2 == 0)
+    number = fork_others(session.config)
+    items = taken(session.items, Path(os.environ[QUEUE]), from_the_end=number % 2 == 0)
     item = next(items, None)
     while item is not None:
         following = next(items, None)  # which decides what fixtures stay
@@ -72,10 +105,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 # Around them -------------------------------------------------------------------------------------
 
 
-def show(process: subprocess.Popen[str], number: int, lines: list[str]) -> None:
-    """Print its output as it comes, with its number before each line."""
-    assert process.stdout is not None
-    for line in process.stdout:
+def show(output: IO[str], number: int, lines: list[str]) -> None:
+    """Print a process's output as it comes, with its number before each line."""
+    for line in output:
         lines.append(line)
         print(f"{number}: {line}", end="", flush=True)
 
@@ -97,28 +129,38 @@ def main(arguments: list[str]) -> int:
     began = monotonic()
     print(rotation.in_words(), flush=True)
     with TemporaryDirectory() as queue:
-        shared = {**os.environ, QUEUE: queue, rotation.VARIABLE: str(rotation.seed())}
-        command = [sys.executable, "-m", "pytest", "-p", "tests.suite", *arguments]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**shared, NUMBER: str(number)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for number in range(1, PROCESSES + 1)
-        ]
-        outputs: list[list[str]] = [[] for _ in processes]
+        pipes = [os.pipe() for _ in range(PROCESSES - 1)]
+        ends = [written for _, written in pipes]
+        # A forked process cannot use threads of OpenMP that it has not started itself.
+        shared = {
+            "OMP_NUM_THREADS": "1",
+            QUEUE: queue,
+            OUTPUTS: ",".join(map(str, ends)),
+            rotation.VARIABLE: str(rotation.seed()),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "tests.suite", *arguments],
+            env={**os.environ, **shared},
+            pass_fds=ends,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for end in ends:
+            os.close(end)
+        assert process.stdout is not None
+        files = [process.stdout, *(os.fdopen(read) for read, _ in pipes)]
+        outputs: list[list[str]] = [[] for _ in files]
         readers = [
-            Thread(target=show, args=(process, number, outputs[number - 1]))
-            for number, process in enumerate(processes, 1)
+            Thread(target=show, args=(file, number, outputs[number - 1]))
+            for number, file in enumerate(files, 1)
         ]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
-        codes = [process.wait() for process in processes]
+        codes = [process.wait()]
+        codes += [int(file.read_text()) for file in sorted(Path(queue).glob("code *"))]
     print(summary(outputs, codes, monotonic() - began))
     return int(any(codes))
 

@@ -123,6 +123,7 @@ def test_make_bench_names_benchmarks() -> None:
     assert len(named) > 10 and {*named} <= BENCHES
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("name", "run"), RUNS)
 def test_a_benchmark_runs_to_its_last_line(
     name: str, run: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
