@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-gpu test-hf test-lightning test-ray test-matrix bench bench-gpu gpu-day gpu-rehearsal gpu-page \
+.PHONY: help demo test test-all test-gpu test-hf test-lightning test-ray test-matrix bench bench-compare bench-gpu gpu-day gpu-rehearsal gpu-page \
 	lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -107,6 +107,11 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -W ignore -m tests.bench.offload --topics peers | tee build/bench/offload_peers.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics disk | tee build/bench/offload_disk.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics overlap | tee build/bench/offload_overlap.md
+
+bench-compare: .venv/ready  ## a training step of the present files beside BASE=<commit>'s; fails if a row is 5 % slower (quiet machine)
+	@test -n "$(BASE)" || { echo "name the commit to compare with: make bench-compare BASE=main"; exit 2; }
+	$(BIN)/python -m tests.bench.compare $(BASE)
+	$(BIN)/python -m tests.bench.compare $(BASE) --wire
 
 bench-gpu: export ZERO_FULL_KERNELS = all
 bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth; what state on the host costs there

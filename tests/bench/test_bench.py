@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bench import interleave, kernel_rows, kernels, peers, step_time
+from tests.bench import compare, interleave, kernel_rows, kernels, peers, step_time
 from tests.bench.interleave import Ratio
 from tests.bench.kernel_rows import Topic, Versus
 from tests.bench.peers import Row, Trainee
@@ -255,3 +255,18 @@ def test_a_small_run_of_kernels_visits_every_row_with_every_number_of_threads() 
         "## x, 1 thread",
         "## x, 2 threads",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "fails"),
+    [
+        ([1.0, 1.02, 0.97, 1.04], False),
+        ([1.08, 1.09, 1.07, 1.1], True),
+        ([0.8, 1.3, 0.9, 1.4], False),  # the rounds disagree
+        ([0.5, 0.6, 0.5, 0.4], False),
+        ([1.2], True),
+    ],
+)
+def test_a_row_fails_if_it_is_slower_beyond_its_noise(ratios: list[float], fails: bool) -> None:
+    verdict = compare.Verdict("stage3", 0.1, 0.1, ratios)
+    assert verdict.fails == fails and ("SLOWER" in verdict.cells()) == fails
