@@ -122,6 +122,28 @@ def returns_new(operation: Any) -> bool:
     return all(each.alias_info is None for each in operation._schema.returns)
 
 
+def backward_for_inputs(*arguments: Any) -> Any:
+    """Run the first part of a backward that torch's zero-bubble schedules split: gradients of inputs only.
+
+    Takes outputs, their gradients or None, inputs and weights. Returns what the second part needs.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input  # only a plan needs it
+
+    return stage_backward_input(*arguments)
+
+
+@contextmanager
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """Make this process the first of `ranks` ranks of torch.distributed, whose collectives move no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def default_device_context(device: torch.device) -> Any:
     """Return the context manager behind `with device:`. Its device can be changed afterwards."""
     return DeviceContext(device)

@@ -129,12 +129,13 @@ COMMANDS = (
         (
             "--model my_models:gpt --config ds.json --world 8 \\\n      --batch 4x1024:int64",
             "--model my_models:gpt --config ds.json --world 64 \\\n      --stages",
+            "--model my_models:stages --config ds.json --world 8 \\\n      --pipe 4",
         ),
         _implementation("zero_full.plan"),
         (
             _argument(
                 "--model",
-                "function without arguments that returns the model",
+                "function that returns the model; without arguments, or with --tensor of the mesh",
                 required=True,
                 metavar="MODULE:FUNCTION",
             ),
@@ -143,12 +144,15 @@ COMMANDS = (
             _number("--world", "data-parallel ranks", required=True),
             _argument(
                 "--batch",
-                "the model's inputs of a micro-batch, such as 2x1024:int64, to predict activations",
+                "the model's inputs of a micro-batch, such as 2x1024:int64, to predict activations; of a "
+                "PipelineModule also its labels, as the last",
                 nargs="+",
                 default=[],
                 metavar="SHAPE:TYPE",
             ),
             _number("--expert-parallel", "consecutive ranks that hold different experts, if any"),
+            _number("--tensor", "tensor-parallel ranks, beside each data-parallel rank"),
+            _number("--pipe", "ranks of a pipeline, in place of the PipelineModule's num_stages"),
             _argument(
                 "--device", "device of the run (default: cuda)", choices=["cuda", "cpu"], default="cuda"
             ),

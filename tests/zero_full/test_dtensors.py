@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
 from tests.worlds import POOL
+from zero_full.shard.group.dtensors import local_of
+from zero_min.ledger import Ledger
 
 WIDTH, HIDDEN, CLASSES = 6, 10, 3
 CLIP = 0.05  # below the norms: what counts twice would show in the parameters, too
@@ -410,6 +412,13 @@ def test_what_cannot_be_trained_is_refused_on_every_rank() -> None:
 # Plans -----------------------------------------------------------------------------------------------
 
 
+class OfLocalTensors(Ledger):
+    """Counts the local tensor of a DTensor."""
+
+    def _saw(self, tensor: Tensor) -> None:
+        super()._saw(local_of(tensor))
+
+
 def planned_and_held(comm: Any, cases: Sequence[tuple[int, str]]) -> list[Any]:
     """For each case (stage, optimizer) the bytes by kind: of a plan, and held and sent by this rank."""
     import zero_full.plan
@@ -434,6 +443,12 @@ def planned_and_held(comm: Any, cases: Sequence[tuple[int, str]]) -> list[Any]:
         told = plan.master + plan.moments, plan.gradients, plan.sent, plan.parameters
         found.append((told, (*state, bytes_behind(held["parameters"]) + frozen)))
         engine.destroy()
+    ledger, inputs = OfLocalTensors(), torch.ones(200, WIDTH)
+    model = cut(Model(), mesh["tensor"])
+    with ledger.watch():
+        outputs = model(inputs)
+    plan = zero_full.plan.plan(model, keys_of(1), 2, inputs=[inputs])
+    assert plan.activations == ledger.live() + inputs.nbytes > outputs.nbytes
     for given, message in ((3, r"tensor is 3, but blocks.0.up.weight is a DTensor over 2 ranks"),):
         with pytest.raises(zero_full.PlanError, match=message):
             zero_full.plan.plan(cut(Model(), mesh["tensor"]), keys_of(1), 2, tensor=given)

@@ -175,7 +175,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"steps_per_print": None, "gradient_clipping": "rank"},
         "models, optimizers or arguments differ between ranks:\n  gradient_clipping: 0.5 on rank 0",
     ),
-    "plan": ({}, {"plan": True}, "PlanError: a plan knows no pipelines"),
     "groups": ({}, {"given": True}, "process_group with a PipelineModule, which has its groups already"),
 }
 
@@ -191,9 +190,6 @@ def everything(comm: Any) -> dict[str, str]:
         if config["gradient_clipping"] == "rank":
             config["gradient_clipping"] = 0.5 + dist.get_rank()
         made = no_module(**module)
-        if config.pop("plan", False):
-            found[f"config: {name}"] = message(lambda: zero_full.plan_stages(made, config, 2))  # noqa: B023
-            continue
         found[f"config: {name}"] = message(
             lambda: zero_full.initialize(model=made, config=config, **options)  # noqa: B023
         )

@@ -257,14 +257,18 @@ class SaveContents:
             for tensor, name in self.first.items()
             if not tensor.numel()
         ]
-        left_out, is_copy = set(self.excluded), self.optimizer.groups.is_copy
+        left_out = set(self.excluded)
         kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.own, *self.whole))
         return empty + [
             share_of(chunk)
             for chunk, kind, name in kinds
-            if not (kind.startswith(PARAMETERS) and name in left_out)
-            and not is_copy(name.partition("/")[2] if kind.startswith(STATE) else name)
+            if not (kind.startswith(PARAMETERS) and name in left_out) and not self.is_copy(chunk)
         ]
+
+    def is_copy(self, chunk: Chunk) -> bool:
+        """Return whether another pipeline rank saves this chunk."""
+        kind, _, name = chunk.key.partition("/")
+        return self.optimizer.groups.is_copy(name.partition("/")[2] if kind.startswith(STATE) else name)
 
     def names(self) -> dict[str, Any]:
         """Return what is saved of this rank's parameters and buffers other than tensors."""

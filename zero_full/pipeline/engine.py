@@ -10,8 +10,7 @@ data or new shapes, and after it, the loss and whether a rank has failed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,9 +29,16 @@ from zero_full.pipeline.data import MicroBatches, Signature, read_micro_batches
 from zero_full.pipeline.handover import Handover
 from zero_full.pipeline.module import PipelineModule
 from zero_full.pipeline.schedules import make_schedule
-from zero_full.pipeline.stage import LOSS, RunningBatch, Stage, StageLayers, as_is, find_handover
+from zero_full.pipeline.stage import (
+    LOSS,
+    RunningBatch,
+    Stage,
+    StageLayers,
+    as_is,
+    find_handover,
+    precision_of,
+)
 from zero_full.pipeline.tied import Tie, sum_gradients
-from zero_full.precision.dtypes import NAMES
 from zero_full.shard.step.agreement import gather_messages, numbers_on
 
 WHOLE_BATCHES = (
@@ -238,7 +244,7 @@ class PipelineEngine(Engine):
         module, pipe = self.module, self.topology.pipe
         assert pipe is not None
         self._built_for, self._schedule = None, None
-        autocast, casts_to = self._precision()
+        autocast, casts_to = precision_of(self.config, self.device)
         self._chunks, takes, inputs, problem = [], None, None, ""
         known = self.optimizer.groups.pipe
         for stage in range(module.total_stages):
@@ -264,13 +270,6 @@ class PipelineEngine(Engine):
         stages = [Stage(c, self.optimizer.reducer, pipe, module.total_stages, index) for c in self._chunks]
         self._schedule = make_schedule(self.config.pipeline.schedule, stages, count, _first_argument)
         self._built_for = read.signature, count
-
-    def _precision(self) -> tuple[Callable[[], AbstractContextManager[Any]], torch.dtype | None]:
-        section = self.config.torch_autocast
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if section.enabled:
-            autocast = partial(torch.autocast, self.device.type, NAMES[section.dtype or "bf16"])
-        return autocast, torch.float16 if self.config.fp16.auto_cast else None
 
     def _time(self, phase: str) -> AbstractContextManager[Any]:
         return self._timed[phase]()

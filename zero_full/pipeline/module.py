@@ -11,6 +11,9 @@
 Layer N's parameters are named `layers.N.*`, and those of tied layers `tied.KEY.*`, at any number of stages.
 So a checkpoint can be loaded at any other.
 
+On torch's meta device (`with torch.device("meta")`) the module is a description for `plan`: it has the layers
+of the first rank, needs no other ranks and cannot be trained.
+
 [Note: stages and ranks] A pipeline has `num_stages` ranks with `stages_per_rank` stages each. Rank r of W has
 place r // (W / num_stages) in its pipeline, and neighbouring ranks train on different data. The place p of P
 has the stages
@@ -127,14 +130,16 @@ class PipelineModule(nn.Module):
                                         do not depend on the number of stages; None: torch.initial_seed()
         """
         super().__init__()
-        init_distributed()
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "PipelineModule needs torch.distributed: start the script with torchrun, with one rank for "
-                "each stage"
-            )
+        self.is_description = torch.get_default_device().type == "meta"
+        if not self.is_description:
+            init_distributed()
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "PipelineModule needs torch.distributed: start the script with torchrun, with one rank "
+                    'for each stage. To plan its memory, build it under torch.device("meta")'
+                )
         self.given_topology, self.loss_fn = topology, loss_fn
-        self.place, self.num_stages = _place(num_stages, topology)
+        self.place, self.num_stages = _place(num_stages, topology, self.is_description)
         _check_counts(stages_per_rank, placement, activation_checkpoint_interval)
         self.stages_per_rank, self.placement = stages_per_rank, placement
         self.total_stages = self.num_stages * stages_per_rank
@@ -145,8 +150,12 @@ class PipelineModule(nn.Module):
         self.layers = nn.ModuleDict()
         self.tied = nn.ModuleDict()
         self._calls: dict[int, Callable[[Any], Any]] = {}
+        self.base_seed = torch.initial_seed() if base_seed is None else base_seed
+        if self.is_description:
+            self._build()
+            return
         # Equal on all ranks: copies of a tied layer are built with it.
-        seeds = gather_objects(torch.initial_seed() if base_seed is None else base_seed, Topology())
+        seeds = gather_objects(self.base_seed, Topology())
         self.base_seed = seeds[min(seeds)]
         attempt(self._build, Topology())
         compare({"the layers of the PipelineModule": dict(self._facts())}, Topology())
@@ -167,6 +176,11 @@ class PipelineModule(nn.Module):
 
         Every rank must call this. The engine that uses the topology closes them.
         """
+        if self.is_description:
+            raise ValueError(
+                "this PipelineModule was built on the meta device, which describes it for a plan. Build the "
+                'model to be trained without torch.device("meta"): a LayerSpec builds only its rank\'s layers'
+            )
         if self.given_topology is not None:
             return replace(self.given_topology, is_copy=self.is_copy)
         world = dist.group.WORLD
@@ -327,7 +341,7 @@ class PipelineModule(nn.Module):
         return inputs
 
 
-def _place(num_stages: int | None, topology: Topology | None) -> tuple[int, int]:
+def _place(num_stages: int | None, topology: Topology | None, is_description: bool) -> tuple[int, int]:
     """Return this rank's place in its pipeline, and the pipeline's number of ranks."""
     if topology is not None:
         pipe = topology.pipe
@@ -335,9 +349,11 @@ def _place(num_stages: int | None, topology: Topology | None) -> tuple[int, int]
             has = "no `pipe` group" if pipe is None else f"a `pipe` group of {pipe.size()} ranks"
             raise ValueError(f"the topology of a PipelineModule with num_stages={num_stages} has {has}")
         return pipe.rank(), pipe.size()
-    world = dist.get_world_size()
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
         raise ValueError(f"num_stages must be a number of ranks above 0, not {num_stages!r}")
+    if is_description:
+        return 0, num_stages
+    world = dist.get_world_size()
     if world % num_stages:
         raise ValueError(
             f"{world} ranks cannot be divided into pipelines of {num_stages} stages. Start a multiple of "

@@ -43,8 +43,23 @@ def pipeline_engine(module: PipelineModule, topology: Topology, config: Config) 
 
 def _check(module: PipelineModule, topology: Topology, config: Config) -> "list[Tie]":
     """Raise if this configuration cannot train the module; else open the groups of tied modules."""
-    from zero_full.pipeline.schedules import check_schedule
     from zero_full.pipeline.tied import check_equal, open_ties
+
+    check_pipeline(module, config)
+    if topology.tensor is not None or topology.expert is not None:
+        raise ValueError(
+            "a PipelineModule with a `tensor` or `expert` group: layers that are split, and experts, are not "
+            "supported inside a stage. Pass a topology with `pipe` and `data` only"
+        )
+    ties = open_ties(module, topology)
+    for tie in ties:
+        check_equal(module, tie)
+    return ties
+
+
+def check_pipeline(module: PipelineModule, config: Config) -> None:
+    """Raise if this configuration cannot train the module on this rank; apply the keys that it changes."""
+    from zero_full.pipeline.schedules import check_schedule
 
     section, zero = config.pipeline, config.zero_optimization
     if zero.stage > 1:
@@ -56,11 +71,6 @@ def _check(module: PipelineModule, topology: Topology, config: Config) -> "list[
         raise ConfigError(
             "hybrid_engine.enabled with a PipelineModule: a rank has only its stages' layers, and cannot "
             "generate. Set it to false"
-        )
-    if topology.tensor is not None or topology.expert is not None:
-        raise ValueError(
-            "a PipelineModule with a `tensor` or `expert` group: layers that are split, and experts, are not "
-            "supported inside a stage. Pass a topology with `pipe` and `data` only"
         )
     if not config.managed_gradient_accumulation:
         raise ConfigError(
@@ -84,7 +94,3 @@ def _check(module: PipelineModule, topology: Topology, config: Config) -> "list[
             f"stages {module.stages} (layers {layers}) have no parameter to train. Use "
             'partition_method="parameters", or fewer stages'
         )
-    ties = open_ties(module, topology)
-    for tie in ties:
-        check_equal(module, tie)
-    return ties

@@ -6,7 +6,7 @@ sends zeros in place of results, and then all ranks raise together.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zero_full.config import Config
 from zero_full.nested import mapped
 from zero_full.pipeline.handover import Handover, joined
 from zero_full.pipeline.module import PipelineModule
+from zero_full.precision.dtypes import NAMES
 from zero_full.shard.passes.reduce import GradientReducer
 
 Timed = Callable[[str], AbstractContextManager[Any]]
@@ -239,6 +241,17 @@ def find_handover(chunk: StageLayers, inputs: Any) -> Handover:
             for buffer, before in buffers:
                 buffer.copy_(before)
     return LOSS if chunk.stage == module.total_stages - 1 else Handover.of(outputs, chunk.stage)
+
+
+def precision_of(
+    config: Config, device: torch.device
+) -> tuple[Callable[[], AbstractContextManager[Any]], torch.dtype | None]:
+    """Return the context of forward, and the dtype to which the first stage casts its inputs; None: none."""
+    section = config.torch_autocast
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if section.enabled:
+        autocast = partial(torch.autocast, device.type, NAMES[section.dtype or "bf16"])
+    return autocast, torch.float16 if config.fp16.auto_cast else None
 
 
 def as_is(loss: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     plan(model, "ds_config.json", world=64).table()
     python -m zero_full plan --model my_models:llama_7b --config ds_config.json --world 64 --stages
+    python -m zero_full plan --model my_models:pipeline --config ds_config.json --world 16 --pipe 4
 
 The model may be on the meta device. No memory is allocated for it.
 
@@ -12,6 +13,9 @@ needs more: it keeps a reduced buffer for the next bucket, and sums 16-bit numbe
 
 A plan's step calls each module once, in the order of registration: see [Note: a fake pass]. Stage 3's
 traffic and gathered parameters depend on this order, and so does the set of gradients in flight at one time.
+
+Of a pipeline, each place is planned (`pipeline_stages.py`). Its activations are those of the micro-batches in
+flight in torch's schedule, with what torch's stages hold besides: see [Note: what torch holds].
 
 The rows may peak at different times. The total peak adds them up, so it is an upper bound. Activations are
 the storages that autograd saves in forward, each counted once, and the outputs. Of the temporaries of

@@ -11,6 +11,7 @@ from zero_full._compat import FakeTensorMode, identity_of
 from zero_full.errors import PlanError
 from zero_full.nested import mapped
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.group.dtensors import is_dtensor, largest_shape, like, local_of
 
 
 def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> int:
@@ -24,7 +25,7 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
 
     def record(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
         if isinstance(value, Tensor):
-            storage = value.untyped_storage()
+            storage = local_of(value).untyped_storage()
             into[identity_of(storage)] = storage  # kept alive, so that its identity is not reused
         return value
 
@@ -42,7 +43,9 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tensor.shape, dtype=dtype).requires_grad_(tensor.requires_grad)
+    shape = largest_shape(tensor) if is_dtensor(tensor) else tensor.shape
+    made = torch.empty(shape, dtype=dtype)
+    return (like(tensor, made) if is_dtensor(tensor) else made).requires_grad_(tensor.requires_grad)
 
 
 def _forward(model: nn.Module, state: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:

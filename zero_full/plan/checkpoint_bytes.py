@@ -34,9 +34,11 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
-    own = sum(chunk.values.nbytes for chunk in (*taken.own, *(each for each in taken.cut if each.differs)))
+    mine = (*taken.own, *(each for each in taken.cut if each.differs))
+    own = sum(chunk.values.nbytes for chunk in mine if not taken.is_copy(chunk))
+    whole = [chunk for chunk in taken.whole if not taken.is_copy(chunk)]
     for place in most:
-        as_this_replica = (replace(chunk, holder=(place * across, chunk.holder[1])) for chunk in taken.whole)
+        as_this_replica = (replace(chunk, holder=(place * across, chunk.holder[1])) for chunk in whole)
         most[place] += sum(share_of(chunk).values.nbytes for chunk in as_this_replica)
     return own + max(most.values())
 
@@ -44,7 +46,8 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
 def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
     """Return the saved bytes per element, values and state, of each parameter of each flat buffer.
 
-    For a parameter without elements on the simulated rank, another one of its parameter group is used.
+    Copies of tied layers have 0: an earlier pipeline stage saves them. For a parameter without elements on
+    the simulated rank, another one of its parameter group is used.
     """
     by_name, by_group = dict[str, int](), dict[int, int]()
     for chunk in taken.cut:
@@ -59,6 +62,8 @@ def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters
         if name in by_name:
             by_group.setdefault(member.group, by_name[name])
     found: dict[FlatParameters, list[int]] = {}
+    is_copy = optimizer.groups.is_copy
     for flat, member, name in named:
-        found.setdefault(flat, []).append(by_name.get(name, by_group.get(member.group, 0)))
+        size = 0 if is_copy(name) else by_name.get(name, by_group.get(member.group, 0))
+        found.setdefault(flat, []).append(size)
     return found

@@ -83,6 +83,11 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self.kind = before
 
+    def alive_bytes(self) -> int:
+        """Return the bytes of all counted storages that are alive now."""
+        storages = (reference() for reference in self.alive.values())
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
     def peak(self, kind: str) -> int:
         """Return the peak bytes of this purpose, without storages that are still alive."""
         now = most = 0

@@ -6,14 +6,15 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import fake_process_group
 from zero_full.config import auto_keys, fill_auto
 from zero_full.config.auto import STAND_INS, read_filled
 from zero_full.config.json_parser import NotJsonError, parse
@@ -25,14 +26,18 @@ from zero_full.precision.dtypes import NAMES
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full plan` and return the exit code."""
-    model = model_of(options.model)
-    inputs = [input_of(text) for text in options.batch]
-    make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
-    options_of_plan = {"inputs": inputs, "device": options.device, "expert_parallel": options.expert_parallel}
+    for name in ("tensor", "pipe"):
+        if (ranks := getattr(options, name)) is not None and ranks < 1:
+            raise PlanError(f"--{name} {ranks}: expected a number of ranks of at least 1")
     config, remark = config_of(Path(options.config), options.fill)
     if remark:
         print(remark, file=sys.stderr)
-    plans = make(model, config, options.world, **options_of_plan)
+    make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
+    options_of_plan = {"inputs": [input_of(text) for text in options.batch], "device": options.device}
+    for name in ("expert_parallel", "tensor", "pipe"):
+        options_of_plan[name] = getattr(options, name)
+    with _tensor_mesh(options.tensor) as mesh:
+        plans = make(model_of(options.model, mesh), config, options.world, **options_of_plan)
     if options.json:
         print("\n".join(each.as_json() for each in plans))
     else:
@@ -57,8 +62,23 @@ def config_of(path: Path, fills: Sequence[str]) -> tuple[Path | dict[str, Any], 
     return fill_auto(given, stand_ins), remark
 
 
-def model_of(name: str) -> nn.Module:
-    """Call `module:function` on the meta device and return the model."""
+@contextmanager
+def _tensor_mesh(ranks: int | None) -> Iterator[Any]:
+    """Yield a mesh of `ranks` tensor-parallel ranks, of which this process is the first; None: no mesh."""
+    if ranks is None:
+        yield None
+        return
+    from torch.distributed.device_mesh import init_device_mesh  # other plans need none
+
+    with fake_process_group(ranks):
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
+
+
+def model_of(name: str, mesh: Any = None) -> nn.Module:
+    """Call `module:function` on the meta device and return the model.
+
+    mesh  of the tensor-parallel ranks; passed to a function that needs an argument
+    """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise PlanError(f'--model {name}: write module:function, such as "my_models:llama_7b"')
@@ -71,19 +91,31 @@ def model_of(name: str) -> nn.Module:
     make = getattr(module, attribute)
     if isinstance(make, nn.Module):
         return make
+    given: tuple[Any, ...] = ()
+    with suppress(ValueError):  # builtins have no signature
+        given = () if mesh is None or _takes(make) else (mesh,)
     try:
-        with suppress(ValueError):  # builtins have no signature
-            inspect.signature(make).bind()
+        with suppress(ValueError):
+            inspect.signature(make).bind(*given)
     except TypeError as error:
         raise PlanError(
             f"--model {name} cannot be called without arguments ({error}). Name a function that needs none "
             "and returns the model"
         ) from None
     with torch.device("meta"):
-        model = make()
+        model = make(*given)
     if not isinstance(model, nn.Module):
         raise PlanError(f"--model {name} returned {model!r:.60}, not an nn.Module")
     return model
+
+
+def _takes(make: Any, *arguments: Any) -> bool:
+    """Return whether a function can be called with these arguments."""
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _module(name: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zero_full.comm.topology import marked_as_expert, marked_as_split
 from zero_full.config import Config, Resolved, resolve
@@ -32,19 +32,18 @@ def plan(
     config: Any,
     world: int,
     *,
-    inputs: Sequence[Tensor] = (),
+    inputs: Sequence[Any] = (),
     device: str = "cuda",
     expert_parallel: int | None = None,
     tensor: int | None = None,
+    pipe: int | None = None,
 ) -> Plan:
     """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
     Without inputs, activations are unknown.
     """
-    _check_kind(model)
-    ranks = _tensor_ranks(model, tensor)
-    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device, ranks)
-    return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
+    [made] = _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, None)
+    return made
 
 
 def plan_stages(
@@ -52,39 +51,84 @@ def plan_stages(
     config: Any,
     world: int,
     *,
-    inputs: Sequence[Tensor] = (),
+    inputs: Sequence[Any] = (),
     device: str = "cuda",
     expert_parallel: int | None = None,
     tensor: int | None = None,
+    pipe: int | None = None,
 ) -> list[Plan]:
     """Make a plan for every stage that the optimizer supports, regardless of the config's stage.
 
-    model    the model of one rank, with only that rank's experts
+    model    the model of one rank, with only that rank's experts; or a PipelineModule
     config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
-    inputs   tensors like a micro-batch's positional inputs, possibly on the meta device; without them
-             activations are unknown and missing in the peak
+    inputs   tensors like a micro-batch's positional inputs, possibly on the meta device, and the labels of a
+             PipelineModule as the last; without them activations are unknown and missing in the peak
     device   the device type of the run; only "cpu" uses shared-memory windows
     expert_parallel  the number of consecutive ranks with different experts, if the model has experts
     tensor   the number of tensor-parallel ranks, beside `world` data-parallel ones; None: that of the mesh
              that has cut the model, if any
+    pipe     the ranks of a pipeline, beside `world` data-parallel ones; None: the PipelineModule's
+             `num_stages`
     """
-    _check_kind(model)
-    ranks = _tensor_ranks(model, tensor)
-    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device, ranks)
-    activation_bytes = _activations(model, resolved.config, inputs)
-    stages: Sequence[int] = STAGES
-    with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
-        stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
-    return [_plan(model, _at_stage(resolved, stage), cluster, activation_bytes) for stage in stages]
+    return _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, STAGES)
 
 
-def _check_kind(model: nn.Module) -> None:
-    """Raise PlanError for a model of several pipeline stages."""
-    if isinstance(model, PipelineModule):
+def _plans(
+    model: nn.Module,
+    config: Any,
+    cluster: Cluster,
+    inputs: Sequence[Any],
+    pipe: int | None,
+    stages: Sequence[int] | None,
+) -> list[Plan]:
+    """Make a plan for each of `stages` that the optimizer and the model support; None: for the config's."""
+    if pipe is not None and pipe < 1:
+        raise PlanError(f"pipe is {pipe}, but must be a number of ranks above 0")
+    if pipe is not None and not isinstance(model, PipelineModule):
         raise PlanError(
-            "a plan knows no pipelines: the activations in flight depend on the schedule. Plan the layers of "
-            "one stage, as an nn.Sequential on its data-parallel ranks"
+            f"pipe is {pipe}, but the model is no PipelineModule, whose layers could be divided into stages"
         )
+    cluster = replace(cluster, tensor=_tensor_ranks(model, cluster.tensor))
+    resolved = _resolved(config, cluster.world)
+    if stages is not None:
+        with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
+            stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
+    if isinstance(model, PipelineModule):
+        return [
+            _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
+        ]
+    activation_bytes = _activations(model, resolved.config, inputs)
+    return [_plan(model, each, cluster, activation_bytes) for each in _at(resolved, stages, highest=3)]
+
+
+def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[Resolved]:
+    """Return the configuration at each of these stages up to `highest`; None: as it is."""
+    return [resolved] if stages is None else [_at_stage(resolved, each) for each in stages if each <= highest]
+
+
+def _plan_pipeline(
+    model: PipelineModule, resolved: Resolved, cluster: Cluster, inputs: Sequence[Any], pipe: int | None
+) -> Plan:
+    """Return the plan of the place with the highest peak, with those of all places."""
+    from zero_full.plan import pipeline_stages as stages_of  # plans of other models need no pipelining
+
+    if cluster.tensor is not None or cluster.experts is not None:
+        raise PlanError("tensor parallelism and experts are not supported inside a pipeline stage")
+    try:
+        places = stages_of.places_of(model, pipe, resolved.config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from error
+    sizes = stages_of.stage_bytes(places, resolved.config, inputs) if inputs else []
+    owned = (p.numel() for m in places for name, p in m.named_parameters() if not m.is_copy(name))
+    numel, plans = sum(owned), []
+    for module in places:
+        part, activation_bytes, received = stages_of.part_of(module, resolved, sizes)
+        seen_from = stages_of.PipelineCluster(**vars(cluster), module=module)
+        made = _plan(module, resolved, seen_from, activation_bytes, stages_of.PlaceSimulation)
+        plans.append(replace(made, numel=numel, received=received, pipeline=part))
+    return replace(max(plans, key=lambda each: each.peak), places=tuple(plans))
 
 
 def _resolved(config: Any, world: int) -> Resolved:
@@ -110,19 +154,25 @@ def _at_stage(resolved: Resolved, stage: int) -> Resolved:
 
 
 @outside_recording
-def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_bytes: int | None) -> Plan:
+def _plan(
+    model: nn.Module,
+    resolved: Resolved,
+    cluster: Cluster,
+    activation_bytes: int | None,
+    simulation: type[Simulation] = Simulation,
+) -> Plan:
     try:
         check_model(model)
         _check_experts(model, cluster)
         for name, param in model.named_parameters():
             if is_dtensor(param):
                 check_dtensor_options(name, settings_of(resolved.config))
-        simulated = Simulation(model, resolved, cluster)
+        simulated = simulation(model, resolved, cluster)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
         raise PlanError(str(error)) from error
-    found = {"sent": simulated.sent, **simulated.peaks, **simulated.kept()}
+    found: dict[str, Any] = {"sent": simulated.sent, **simulated.peaks, **simulated.kept()}
     for phase in simulated.phases:  # each kind is of the phase in which it is largest
         for kind in ("moments", "update", "sent", "saved"):
             found[kind] = max(found[kind], getattr(phase, kind))
@@ -132,6 +182,7 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, activation_byt
         numel=sum(p.numel() for p in model.parameters()),
         phases=simulated.phases,
         activations=activation_bytes,
+        tensor_ranks=cluster.tensor or 1,
         **found,
     )
 
@@ -165,5 +216,5 @@ def _check_experts(model: nn.Module, cluster: Cluster) -> None:
         raise PlanError(f"expert_parallel {size} does not divide the {cluster.world} ranks")
 
 
-def _activations(model: nn.Module, config: Config, inputs: Sequence[Tensor]) -> int | None:
+def _activations(model: nn.Module, config: Config, inputs: Sequence[Any]) -> int | None:
     return activations(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else None

@@ -1,8 +1,9 @@
 """The result of a memory plan, and its output as a table or JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from zero_full.formatting import human
 
@@ -13,6 +14,7 @@ PERSISTENT = {
     "master": "master",
     "moments": "optimizer state",
     "communication": "shared memory",
+    "received": "receive buffers",
 }
 TEMPORARY = {
     "gathered": "gathered parameters",
@@ -44,17 +46,34 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class PipelinePart:
+    """The part of a rank in its pipeline: what it has, and its time in a batch."""
+
+    place: int
+    ranks: int  # of the pipeline
+    schedule: str
+    stages: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one after the last
+    in_flight: tuple[int, ...]  # of each stage: most micro-batches whose activations are held at one time
+    idle: float  # share of a batch's time in which the rank waits: see [Note: the idle share]
+    handed_over: int | None  # bytes sent to other stages in a step; None: unknown, as no inputs were given
+
+
+@dataclass(frozen=True)
 class Plan:
     """Predicted bytes on the rank with the most memory, by kind.
 
     Persistent memory and traffic equal a rank's ledger, to the byte. Temporary memory is the peak of each
     kind within a step on an accelerator. The total peak adds these up, so it is an upper bound. Fragmentation
     of the allocator and the memory of a device's libraries are not included.
+
+    Of a pipeline, a plan is of the ranks at one place: at the place with the highest peak, with the plans of
+    all places in `places`.
     """
 
     stage: int
-    world: int
-    numel: int  # elements of the model's parameters
+    world: int  # data-parallel ranks, each beside the ranks of a tensor-parallel mesh and of a pipeline
+    numel: int  # elements of the model's parameters; of all stages of a pipeline
     # Persistent between steps. Gradients last until `zero_grad`, which the engine calls after the step.
     parameters: int
     buffers: int
@@ -77,6 +96,11 @@ class Plan:
     read: int  # read from the spill file in a step
     written: int  # written to the spill file in a step
     phases: tuple[Phase, ...] = ()  # kinds of steps, if several; the numbers above are those of the largest
+    tensor_ranks: int = 1
+    # Of a pipeline only.
+    received: int = 0  # buffers to receive from other stages, for all micro-batches; kept between steps
+    pipeline: PipelinePart | None = None
+    places: tuple["Plan", ...] = ()  # of all ranks of the pipeline
 
     @property
     def between_steps(self) -> int:
@@ -92,7 +116,11 @@ class Plan:
     def table(self) -> str:
         """Return a table of all kinds and totals, in readable units and in bytes."""
         rows = [
-            *((f"  {name}", getattr(self, kind)) for kind, name in PERSISTENT.items()),
+            *(
+                (f"  {name}", getattr(self, kind))
+                for kind, name in PERSISTENT.items()
+                if kind != "received" or self.pipeline
+            ),
             (NAMES["between_steps"], self.between_steps),
             *([(NAMES["host"], self.host), ("  page-locked", self.pinned)] if self.host else []),
             *([(NAMES["disk"], self.disk)] if self.disk else []),
@@ -103,9 +131,10 @@ class Plan:
             *([("copied to the device in a step", self.up)] if self.host else []),
             *([("read from the disk in a step", self.read)] if self.disk else []),
             *([("written to the disk in a step", self.written)] if self.disk else []),
+            *([("sent to other stages in a step", self.pipeline.handed_over)] if self.pipeline else []),
             ("in a checkpoint", self.saved),
         ]
-        title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
+        title = f"stage {self.stage}, {_ranks(self)}, {self.numel:,} parameters: bytes a rank"
         lines = [title, *(_line(*row) for row in rows)]
         if self.activations is None:
             place = next(place for place, (name, _) in enumerate(rows, 1) if name == NAMES["peak"])
@@ -119,13 +148,46 @@ class Plan:
                 _line("    optimizer temporaries", phase.update),
                 _line("    sent in a step", phase.sent),
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_by_place(self)])
 
     def as_json(self) -> str:
         """Return all numbers as one line of JSON."""
-        whole = self.activations is not None
-        sums = {"between_steps": self.between_steps, "peak": self.peak, "peak_has_activations": whole}
-        return json.dumps({**asdict(self), **sums})
+        return json.dumps(_with_sums(self))
+
+
+def _with_sums(plan: Plan) -> dict[str, Any]:
+    """Return all numbers of a plan, and the totals, also of the places of a pipeline."""
+    sums = {"between_steps": plan.between_steps, "peak": plan.peak}
+    places = [_with_sums(place) for place in plan.places]
+    known = plan.activations is not None
+    return {**asdict(plan), **sums, "peak_has_activations": known, "places": places}
+
+
+def _ranks(plan: Plan) -> str:
+    """Return the number of ranks as text."""
+    if plan.tensor_ranks > 1:
+        return f"{plan.world:,} data ranks x {plan.tensor_ranks:,} tensor ranks"
+    if plan.pipeline is not None:
+        return (
+            f"{plan.world:,} data ranks x {plan.pipeline.ranks:,} pipeline ranks ({plan.pipeline.schedule})"
+        )
+    return f"{plan.world:,} ranks"
+
+
+def _by_place(largest: Plan) -> Iterator[str]:
+    """Yield the lines that compare the places of a pipeline, one line for each place."""
+    if largest.pipeline is None or not largest.places:
+        return
+    yield from ("", f"by place in the pipeline; the rows above show place {largest.pipeline.place}")
+    sizes = f"{'between steps':>14}{'activations':>13}{'peak':>10}"
+    yield f"{'place':<6}{'layers':<16}{sizes}{'in flight':>11}{'idle':>8}"
+    for plan in largest.places:
+        part = plan.pipeline
+        assert part is not None
+        layers = " ".join(f"{first}-{end - 1}" for first, end in part.layers)
+        flying = " ".join(map(str, part.in_flight))
+        sizes = f"{human(plan.between_steps):>14}{human(plan.activations):>13}{human(plan.peak):>10}"
+        yield f"{part.place:<6}{layers:<16}{sizes}{flying:>11}{part.idle:>8.1%}"
 
 
 def _line(name: str, size: int | None) -> str:
@@ -139,7 +201,7 @@ def _named(name: str, size: int | None) -> str:
 def side_by_side(plans: Sequence[Plan]) -> str:
     """Return a table with a column for each stage. Rows that are zero at all stages are left out."""
     lines = [
-        f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank",
+        f"{_ranks(plans[0])}, {plans[0].numel:,} parameters: bytes a rank",
         _row("stage", [str(each.stage) for each in plans]),
     ]
     for kind, name in NAMES.items():
