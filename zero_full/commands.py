@@ -174,6 +174,8 @@ COMMANDS = (
             _number("--world", "GPUs, on all hosts together", required=True),
             _argument("--memory", "memory of each GPU, such as 80GB", required=True, metavar="SIZE"),
             _number("--hosts", "default: 1", default=1),
+            _number("--tensor", "GPUs that hold parts of the same matrices (default: 1)", default=1),
+            _number("--pipe", "GPUs that hold different layers (default: 1)", default=1),
             _argument("--host-memory", "memory of each host for offload (default: none)", metavar="SIZE"),
             _argument("--disk", "disk space of each host for offload (default: none)", metavar="SIZE"),
             _number("--sequences", "sequences in a micro-batch (default: 1)", default=1),

@@ -13,6 +13,8 @@ hf = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
 
+from tests.hf import tensor_snippets  # noqa: E402
+from tests.worlds import POOL  # noqa: E402
 from zero_full.fit import Batch, activations, read, shape_of  # noqa: E402
 from zero_full.plan import activations as planned  # noqa: E402
 from zero_full.precision.dtypes import Dtypes  # noqa: E402
@@ -98,3 +100,11 @@ def planned_outside(shape: Any, batch: Batch, bits: int) -> int:
     """What the formula says of all that is in no layer."""
     sizes = {**shape.sizes, "context": batch.context}
     return batch.sequences * batch.context * int(shape.family.saved[f"{bits} outside"].value(sizes))
+
+
+def test_the_snippet_of_tensor_parallelism_trains_and_holds_what_was_planned(tmp_path: Path) -> None:
+    ranks = POOL.run(tensor_snippets.planned_and_held, 4, tmp_path, limit=300, collective=100)
+    for name in tensor_snippets.FAMILIES:
+        for stages in zip(*(rank[name] for rank in ranks), strict=True):
+            for kind, (told, _) in stages[0].items():
+                assert told == max(each[kind][1] for each in stages), (name, kind)

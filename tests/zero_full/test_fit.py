@@ -13,6 +13,7 @@ from zero_full.errors import FitError
 from zero_full.fit import (
     LOSS,
     Batch,
+    Fit,
     Machine,
     Run,
     activations,
@@ -23,6 +24,7 @@ from zero_full.fit import (
     torchrun,
     with_loss,
 )
+from zero_full.fit.mesh import cut_for_tensor, layers_of
 from zero_full.plan import plan
 
 CONFIGS = Path(__file__).with_name("hf_configs")
@@ -270,3 +272,85 @@ def test_the_snippet_constructs_what_was_planned(precision: str, dtype: str, che
 def test_a_shape_allocates_nothing() -> None:
     model = read(CONFIGS / "bloom.json").model()
     assert {p.device for p in model.parameters()} == {torch.device("meta")}
+
+
+def on_mesh(name: str, micro_batches: int = 4, **mesh: int) -> Fit:
+    machine = Machine(1, 8, 80 * 10**9, host_memory=10**12, **mesh)
+    return fit(read(CONFIGS / f"{name}.json"), machine, Run(Batch(1, 1024), micro_batches))
+
+
+def test_a_tensor_parallel_rank_holds_parts_of_the_matrices() -> None:
+    width, inner, layers, words = 4096, 14336, 32, 128_256
+    block = 2 * width * width + 2 * width * (width // 4) + 3 * width * inner
+    ranks = 4
+    found = on_mesh("llama-3-8b", tensor=ranks)
+    norms = (2 * layers + 1) * width
+    numel = words * width + norms + (layers * block + words * width) // ranks
+    plans = [each.plan for each in found.candidates]
+    assert [each.stage for each in plans] == [0, 1, 2, 3]
+    assert plans[0].numel == numel and plans[0].parameters == pytest.approx(2 * numel, rel=1e-4)
+    assert {each.world for each in plans} == {8 // ranks} and {each.tensor_ranks for each in plans} == {ranks}
+    assert "yes" not in {each.verdict for each in found.candidates}  # activations are not known
+
+
+def test_a_tied_output_layer_is_not_cut() -> None:
+    shape = read(CONFIGS / "llama-3.2-1b.json")
+    assert "lm_head" not in cut_for_tensor(shape, shape.model(), 2)
+    untied = read(CONFIGS / "llama-3-8b.json")
+    assert cut_for_tensor(untied, untied.model(), 2)["lm_head"] == "Colwise"
+
+
+def test_a_pipeline_is_tried_at_stages_0_and_1_and_holds_what_its_stages_have() -> None:
+    for name in ("llama-3.2-1b", "gpt2"):
+        shape = read(CONFIGS / f"{name}.json")
+        found = on_mesh(name, pipe=4)
+        assert {each.plan.stage for each in found.candidates} == {0, 1}
+        made = found.candidates[1].plan
+        assert made.numel == PUBLISHED[name] and len(made.places) == 4 and made.world == 2
+        layer = activations(shape, Batch(1, 1024), 2, 1, 1, False)
+        first = made.places[0].pipeline
+        assert first is not None and first.in_flight == (4,) and layer is not None
+        blocks = first.layers[0][1] - sum(not block for _, block in [*layers_of(shape.model())][:3])
+        assert made.places[0].activations == 4 * blocks * layer
+        whole = activations(shape, Batch(1, 1024), 2)
+        last = made.places[-1].activations
+        assert (
+            whole is not None
+            and last is not None
+            and last < whole + LOSS[2] * 1024 * shape.sizes["vocabulary"]
+        )
+        assert (
+            made.places[1].received == 2 * made.places[0].received == 4 * 2 * 2 * 1024 * shape.sizes["width"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "message"),
+    [
+        ("llama-3-8b", {"tensor": 3}, "--tensor: 8 GPUs cannot be divided into groups of 3"),
+        ("llama-3-8b", {"pipe": 3}, "--pipe: 8 GPUs cannot be divided into groups of 3"),
+        ("llama-3-8b", {"pipe": 2, "tensor": 2}, "not supported inside a pipeline stage"),
+        ("llama-3-8b", {"pipe": 8}, "1F1B needs at least as many micro-batches as --pipe, 8, not 4"),
+        ("gemma-2b", {"tensor": 2}, "--tensor: num_key_value_heads, 1, is not divisible by 2"),
+        ("gpt2", {"tensor": 2}, "--tensor: gpt2 is not supported, only gemma, "),
+    ],
+)
+def test_meshes_that_cannot_be_are_named(name: str, mesh: dict[str, int], message: str) -> None:
+    with pytest.raises(FitError, match=message):
+        on_mesh(name, **mesh)
+
+
+def test_the_command_knows_meshes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["fit", "--hf-config", str(CONFIGS / "llama-3-8b.json"), "--world", "16", "--memory", "80GB"]
+    assert main([*asked, "--tensor", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "8 data ranks x 2 tensor ranks" in text and f"{PUBLISHED['llama-3-8b']:,} parameters" in text
+    code = text[text.index("train.py:\n") + 10 : text.index("start:")]
+    compile(code, "train.py", "exec")
+    assert "mesh=mesh)" in code and '"model.layers.*.self_attn.o_proj": RowwiseParallel()' in code
+    assert main([*asked, "--pipe", "4", "--micro-batches", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "4 data ranks x 4 pipeline ranks (1f1b)" in text and "PipelineModule(layers, num_stages=4" in text
+    with pytest.raises(SystemExit):
+        main([*asked, "--tensor", "0"])
+    assert "--tensor: 0 is less than 1" in capsys.readouterr().err

@@ -2,9 +2,12 @@
 
     python -m zero_full fit --hf-config config.json --world 8 --memory 80GB
 
+    python -m zero_full fit --hf-config config.json --world 16 --memory 80GB --tensor 2
+
 `families.txt` describes the supported model families. `hf_config.py` makes a model of that shape on the meta
-device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. Only activations are estimated:
-see [Note: activations] in `activation_estimate.py`. Running the model itself would require transformers.
+device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. `mesh.py` cuts the model for
+tensor parallelism or a pipeline. Only activations are estimated: see [Note: activations] in
+`activation_estimate.py`. Running the model itself would require transformers.
 """
 
 from zero_full.errors import FitError

@@ -34,17 +34,29 @@ class Batch:
         return self.sequences * self.context
 
 
-def activations(shape: Shape, batch: Batch, parameter_bytes: int) -> int | None:
-    """Return the peak bytes of activations; None if this family was not measured in this precision."""
+def activations(
+    shape: Shape,
+    batch: Batch,
+    parameter_bytes: int,
+    layers: int | None = None,
+    in_flight: int = 1,
+    has_outside: bool = True,
+) -> int | None:
+    """Return the peak bytes of activations; None if this family was not measured in this precision.
+
+    Of a pipeline stage: of `layers` layers (None: all), with `in_flight` micro-batches at a time, and with
+    what is outside of the layers if `has_outside`.
+    """
     saved, bits = shape.family.saved, 8 * parameter_bytes
     if f"{bits} layer" not in saved:
         return None
     sizes: Sizes = {**shape.sizes, "context": batch.context}
     outside, layer = (saved[f"{bits} {part}"].value(sizes) for part in ("outside", "layer"))
-    layers, tokens = shape.sizes["layers"], batch.tokens
+    outside *= has_outside
+    count = in_flight * (shape.sizes["layers"] if layers is None else layers)
     if batch.checkpoints:
-        return tokens * (outside + layers * parameter_bytes * shape.sizes["width"] + layer)
-    return tokens * (outside + layers * layer)
+        return batch.tokens * (outside + count * parameter_bytes * shape.sizes["width"] + layer)
+    return batch.tokens * (outside + count * layer)
 
 
 def with_loss(shape: Shape, batch: Batch, parameter_bytes: int) -> int | None:

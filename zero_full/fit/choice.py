@@ -7,6 +7,7 @@ from typing import Any
 from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import Batch, with_loss
 from zero_full.fit.hf_config import Shape, key_of
+from zero_full.fit.mesh import as_pipeline, cut_for_tensor, with_activations
 from zero_full.plan import Plan, human, plan
 
 HOST, FILE = "cpu", "nvme"
@@ -20,6 +21,7 @@ LADDER = (  # (stage, offload device of the optimizer state), by increasing time
     (3, HOST),
     (3, FILE),
 )
+PIPELINE_LADDER = ((0, ""), (1, ""), (1, HOST), (1, FILE))  # a pipeline runs at stages 0 and 1
 TIGHT = 10  # less than 1/10 left is tight, as fragmentation and libraries are not counted
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 PRECISIONS: dict[str, tuple[str, int, dict[str, Any]]] = {  # description, bytes per parameter, keys
@@ -43,11 +45,18 @@ class Machine:
     memory: int  # per GPU
     host_memory: int | None = None  # per host
     disk: int | None = None  # per host
+    tensor: int = 1  # ranks that hold parts of the same matrices
+    pipe: int = 1  # ranks that hold different layers
 
     @property
     def world(self) -> int:
         """The number of ranks."""
         return self.hosts * self.gpus
+
+    @property
+    def data(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.world // (self.tensor * self.pipe)
 
 
 @dataclass(frozen=True)
@@ -104,23 +113,45 @@ def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     if run.batch.context > positions:
         key = key_of(shape.family, "positions")
         raise FitError(f"--context: {run.batch.context:,} tokens exceed {key}, {positions:,}")
-    model = shape.model()
+    _check_mesh(machine, run)
+    model = as_pipeline(shape, machine.pipe) if machine.pipe > 1 else shape.model()
+    if machine.tensor > 1:
+        cut_for_tensor(shape, model, machine.tensor)
     tried: list[Candidate] = []
-    left = with_loss(shape, run.batch, PRECISIONS[run.precision][1])
+    parameter_bytes = PRECISIONS[run.precision][1]
+    left = with_loss(shape, run.batch, parameter_bytes) if machine.tensor == 1 else None  # measured uncut
     for stage, place in attempts(machine):
         if place and _best(tried) is not None:
             break
         config = run.config(stage, place)
-        made = replace(plan(model, config, machine.world), activations=left)
+        made = plan(model, config, machine.data, tensor=machine.tensor if machine.tensor > 1 else None)
+        if machine.pipe > 1:
+            made = with_activations(shape, run.batch, run.micro_batches, parameter_bytes, made)
+        else:
+            made = replace(made, activations=left)
         tried.append(Candidate(config, made, *_verdict_of(made, machine)))
     best = _best(tried)
     tight = next((each for each in tried if each.verdict == "tight"), None)
     return Fit(tuple(tried), best or tight)
 
 
+def _check_mesh(machine: Machine, run: Run) -> None:
+    """Raise FitError if the GPUs cannot be arranged in this mesh."""
+    if machine.tensor > 1 and machine.pipe > 1:
+        raise FitError("--tensor and --pipe: layers that are split are not supported inside a pipeline stage")
+    for option, ranks in (("--tensor", machine.tensor), ("--pipe", machine.pipe)):
+        if machine.world % ranks:
+            raise FitError(f"{option}: {machine.world} GPUs cannot be divided into groups of {ranks}")
+    if run.micro_batches < machine.pipe:
+        raise FitError(
+            f"--micro-batches: 1F1B needs at least as many micro-batches as --pipe, {machine.pipe}, not "
+            f"{run.micro_batches}"
+        )
+
+
 def attempts(machine: Machine) -> Iterator[tuple[int, str]]:
-    """Yield the entries of `LADDER` that this machine has memory or disk for."""
-    for stage, place in LADDER:
+    """Yield the entries of the ladder that this machine has memory or disk for."""
+    for stage, place in PIPELINE_LADDER if machine.pipe > 1 else LADDER:
         has_host = machine.host_memory is not None or not place
         if has_host and (machine.disk is not None or place != FILE):
             yield stage, place

@@ -10,6 +10,7 @@ from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import Batch
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
 from zero_full.fit.hf_config import Shape, read
+from zero_full.fit.mesh import HEADS, cut_for_tensor
 from zero_full.formatting import parse_size
 from zero_full.plan import human
 
@@ -21,7 +22,7 @@ def main(options: argparse.Namespace) -> int:
     if options.write and not Path(options.write).parent.is_dir():
         raise FitError(f"--write: {Path(options.write).parent} is not a directory. Create it first")
     shape = read(options.hf_config)
-    for name in ("world", "hosts", "sequences", "context", "micro_batches"):
+    for name in ("world", "hosts", "sequences", "context", "micro_batches", "tensor", "pipe"):
         if (value := getattr(options, name)) < 1:
             raise FitError(f"--{name.replace('_', '-')}: {value} is less than 1")
     machine = _machine(options)
@@ -46,7 +47,8 @@ def _machine(options: argparse.Namespace) -> Machine:
     names = ("memory", "host_memory", "disk")
     memory, host_memory, disk = (_size(name, getattr(options, name)) for name in names)
     assert memory is not None
-    return Machine(options.hosts, options.world // options.hosts, memory, host_memory, disk)
+    gpus, mesh = options.world // options.hosts, (options.tensor, options.pipe)
+    return Machine(options.hosts, gpus, memory, host_memory, disk, *mesh)
 
 
 def _size(name: str, text: str | None) -> int | None:
@@ -71,11 +73,15 @@ def _as_dict(candidate: Candidate, found: Fit) -> dict[str, object]:
 
 
 def _lines(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str]:
-    numel = found.candidates[0].plan.numel
+    numel = sum(p.numel() for p in shape.model().parameters())
     yield f"{shape.family.model}, {numel:,} parameters"
     yield from (f"  {note}" for note in shape.notes)
     hosts = "1 host" if machine.hosts == 1 else f"{machine.hosts} hosts"
     yield f"{machine.world:,} GPUs of {human(machine.memory)} on {hosts}; {PRECISIONS[run.precision][0]}"
+    if machine.tensor > 1:
+        yield f"{machine.data:,} data ranks x {machine.tensor:,} tensor ranks"
+    if machine.pipe > 1:
+        yield f"{machine.data:,} data ranks x {machine.pipe:,} pipeline ranks (1f1b)"
     how = "with" if run.batch.checkpoints else "without"
     yield (
         f"{run.batch.sequences:,} x {run.batch.context:,} tokens in a micro-batch, "
@@ -98,7 +104,7 @@ def _answer(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[st
     if found.chosen.verdict == "tight":
         yield "This is tight: memory that is not counted (see `plan`) may not fit. " + _hint(machine, run)
     yield from ("ds.json:", json.dumps(found.chosen.config, indent=2), "")
-    yield from ("train.py:", snippet(shape, run), "")
+    yield from ("train.py:", snippet(shape, run, machine), "")
     yield from ("start:", torchrun(machine))
 
 
@@ -122,13 +128,25 @@ def torchrun(machine: Machine) -> str:
     return f"torchrun --nnodes {machine.hosts} --nproc-per-node {machine.gpus} {meeting} train.py"
 
 
-def snippet(shape: Shape, run: Run) -> str:
+def snippet(shape: Shape, run: Run, machine: Machine | None = None) -> str:
     """Return the code of train.py before the training loop, with deferred initialization.
+
+    With tensor parallelism the model is built whole and then cut. A pipeline is written by hand.
 
     It sets the dtype, since that of config.json may differ from the plan's.
     """
     auto = MASKED if shape.family.model.endswith("ForMaskedLM") else CAUSAL
     dtype = "torch.float32" if PRECISIONS[run.precision][1] == 4 else "torch.bfloat16"
+    if machine is not None and machine.pipe > 1:
+        last = shape.family.modules[-1].name
+        return (
+            f"# Write {shape.family.model} as a list of layers, up to {last} and the loss:\n"
+            f"# model = zero_full.PipelineModule(layers, num_stages={machine.pipe}, loss_fn=...)\n"
+            "# The page Pipelines of the guide shows how. Then:\n"
+            'engine, *_ = zero_full.initialize(model=model, config="ds.json")'
+        )
+    if machine is not None and machine.tensor > 1:
+        return "\n".join(_cut_lines(shape, run, machine, auto, dtype))
     lines = [
         "import torch",
         "import zero_full",
@@ -142,3 +160,35 @@ def snippet(shape: Shape, run: Run) -> str:
         'engine, optimizer, _, _ = zero_full.initialize(model=model, config="ds.json")',
     ]
     return "\n".join(lines)
+
+
+def _cut_lines(shape: Shape, run: Run, machine: Machine, auto: str, dtype: str) -> list[str]:
+    """Return the lines that build the model whole and cut it over a mesh."""
+    styles = cut_for_tensor(shape, shape.model(), machine.tensor)
+    heads = {name for name in styles if name.rpartition(".")[2] in HEADS}
+    parallel = "torch.distributed.tensor.parallel"
+    return [
+        "import torch",
+        "import zero_full",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.tensor import Replicate",
+        f"from {parallel} import ColwiseParallel, RowwiseParallel, parallelize_module",
+        f"from transformers import AutoConfig, {auto}",
+        "",
+        'MESH = ("data", "tensor")',
+        "zero_full.init_distributed()",
+        f'mesh = init_device_mesh("cuda", ({machine.data}, {machine.tensor}), mesh_dim_names=MESH)',
+        'config = AutoConfig.from_pretrained("config.json")',
+        "torch.manual_seed(0)  # tensor ranks need equal values",
+        f"model = {auto}.from_config(config, dtype={dtype}).cuda()",
+        *(["model.gradient_checkpointing_enable()"] if run.batch.checkpoints else []),
+        "cuts = {",
+        *(
+            f'    "{name}": {kind}Parallel({"output_layouts=Replicate()" if name in heads else ""}),'
+            for name, kind in styles.items()
+        ),
+        "}",
+        'parallelize_module(model, mesh["tensor"], cuts)',
+        "model.train()",
+        'engine, optimizer, _, _ = zero_full.initialize(model=model, config="ds.json", mesh=mesh)',
+    ]
