@@ -12,6 +12,7 @@ from zero_full.fit import Batch, Machine, Run, fit, shape_of, snippet
 from zero_full.shard.access.held_bytes import bytes_behind
 
 CONFIGS = Path(__file__).parents[1] / "zero_full" / "hf_configs"
+ACCELERATOR = "torch.accelerator.current_accelerator().type"
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {  # by the name of a config: other keys than its own
@@ -34,7 +35,7 @@ def planned_and_held(comm: Any, folder: Path) -> dict[str, list[dict[str, tuple[
             (here / "config.json").write_text(json.dumps(config))
             shape, machine, run = shape_of(config), Machine(1, 4, 10**9, tensor=2), Run(Batch(1, 16))
             candidates = fit(shape, machine, run).candidates
-            code = snippet(shape, run, machine).replace('"cuda"', '"cpu"').replace(".cuda()", "")
+            code = snippet(shape, run, machine).replace(ACCELERATOR, '"cpu"')
             found[name] = [_held(code, candidates[stage]) for stage in (1, 3)]
     finally:
         os.chdir(before)

@@ -177,10 +177,11 @@ def _cut_lines(shape: Shape, run: Run, machine: Machine, auto: str, dtype: str) 
         "",
         'MESH = ("data", "tensor")',
         "zero_full.init_distributed()",
-        f'mesh = init_device_mesh("cuda", ({machine.data}, {machine.tensor}), mesh_dim_names=MESH)',
+        "device = torch.accelerator.current_accelerator().type",
+        f"mesh = init_device_mesh(device, ({machine.data}, {machine.tensor}), mesh_dim_names=MESH)",
         'config = AutoConfig.from_pretrained("config.json")',
         "torch.manual_seed(0)  # tensor ranks need equal values",
-        f"model = {auto}.from_config(config, dtype={dtype}).cuda()",
+        f"model = {auto}.from_config(config, dtype={dtype}).to(device)",
         *(["model.gradient_checkpointing_enable()"] if run.batch.checkpoints else []),
         "cuts = {",
         *(
