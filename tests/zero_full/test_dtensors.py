@@ -323,6 +323,13 @@ def files_of_weights(comm: Any, folder: Path) -> list[bool]:
         engine.save_16bit_model(folder, f"{stage}.bin")
         again = torch.load(folder / f"{stage}.bin")
         good += [torch.equal(again[key], whole[key]) for key in whole]
+        for bucket_bytes, dtype in ((1, None), (600, None), (10**6, None), (600, torch.float32)):
+            weights = engine.weights(bucket_bytes, dtype=dtype)
+            shapes = dict(zip(weights.names, weights.shapes, strict=True))
+            found, wanted = dict(weights), whole if dtype is None else stored
+            assert found.keys() == wanted.keys() == shapes.keys()
+            good += [torch.equal(found[key], wanted[key]) for key in wanted]
+            good += [shapes[key] == wanted[key].shape for key in wanted]
         x = batch(0, 0, 0).bfloat16()
         with torch.no_grad():
             plain = engine.eval()(x)
@@ -379,7 +386,8 @@ def refusals(comm: Any) -> list[str]:
                 (param.to_local() if name == "blocks.0.up.weight" else param).add_(1)
         attempt(lambda: zero_full.initialize(model=model, config=keys_of(2), mesh=mesh))  # noqa: B023
     engine = engine_of(mesh, keys_of(3))
-    attempt(engine.weights)
+    attempt(lambda: engine.weights(delta=True))
+    attempt(lambda: engine.weights(merge_adapters=True))
     attempt(lambda: engine.generation(merge_adapters=True).__enter__())
     engine.destroy()
     return told
@@ -397,7 +405,8 @@ REFUSED = (
     r"scale is a DTensor with placement Partial.* Supported are Shard\(dim\) and Replicate\(\)",
     r"ranks hold different values of the same parameters: blocks.0.up.weight \(.*\) on ranks 1 and 3\.",
     r"ranks hold different values of the same parameters: first.bias \(.*\) on ranks 0 and 1\.",
-    r"engine.weights\(\): tensor parallelism has cut this model",
+    r"engine.weights\(delta=True\): tensor parallelism has cut this model",
+    r"engine.weights\(merge_adapters=True\): tensor parallelism has cut this model",
     r"merge_adapters with a model that tensor parallelism has cut is not supported",
 )
 

@@ -1,16 +1,23 @@
 """`engine.generation()`: gathered once, the plain model's tokens, and training goes on as without it."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+import zero_full
 from tests.worlds import POOL, run_each
 from tests.zero_full.generation_runs import PROMPT, Language, engine_of, same_bits, tokens, train_step
-from zero_full.generation import generating
+from tests.zero_full.runs import config
+from tests.zero_full.stage3_runs import RELEASED
+from zero_full.generation import budget, generating
+from zero_full.offload.limits import Limit
+from zero_full.plan import plan
 
 STEPS = 2
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -97,6 +104,67 @@ def test_training_after_generation_is_training_without_it_bit_for_bit(tmp_path: 
 def test_training_after_generation_is_training_without_it_on_three_ranks(tmp_path: Any) -> None:
     cases = [(*case, offload, str(tmp_path)) for case in CASES for offload in ("", "host", "disk")]
     run_each(without_and_with, 3, [case for case in cases if not case[2] or case[0] == 3])
+
+
+def functions_entered(call: Callable[[], Any]) -> list[str]:
+    """The functions of zero_full that a call enters."""
+    entered, package = list[str](), str(Path(zero_full.__file__).parent)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def chosen(comm: Any, shared: bool) -> list[Any]:
+    """How many units each size of the free memory keeps; and functions entered by a call of `generate`."""
+    engine = engine_of(3, "bf16")
+    units = [group.parameters for group in engine.optimizer.parts.groups]
+    whole, found = sum(unit.full.nbytes for unit in units), list[Any]()
+    planned = config(3, zero_optimization=RELEASED, bf16={"enabled": True})
+    assert plan(Language(), planned, 2).whole == whole
+    for free in (2**40, 4 * whole, whole, 4 * whole // 3, 0):
+        mine = free + comm.rank * 2**20  # the least counts
+        limit = Limit("test", "one" if shared else f"rank {comm.rank}", mine, "")
+        reported = mock.patch.object(budget, "memory_limits", lambda host, limit=limit: [limit])
+        with reported, engine.generation() as model:
+            model.generate(PROMPTS)
+            kept = sum(unit.full.nbytes for unit in units if unit.users)
+            calls = functions_entered(lambda: model.generate(PROMPTS))
+            with engine.generation() as again:  # what is gathered already needs no memory
+                again.generate(PROMPTS)
+        found.append((kept / whole, len(calls)))
+    engine.destroy()
+    return found
+
+
+def test_memory_that_nobody_names_is_chosen_alike_and_whole_parameters_cost_no_function_per_token() -> None:
+    for shared in (False, True):
+        first, second = POOL.run(chosen, 2, shared)
+        assert [kept for kept, _ in first] == [kept for kept, _ in second]
+        kept, calls = zip(*first, strict=True)
+        assert kept[0] == kept[1] == 1 and calls[0] == calls[1] == 0
+        assert 0 < kept[2] < 1 and calls[2] > 0
+        assert (kept[3] == 1) == (not shared) and kept[4] == 0 and calls[4] > 0
+
+
+def entered_at_stage_2(comm: Any) -> list[str]:
+    engine = engine_of(2, "bf16")
+    with engine.generation() as model:
+        model.generate(PROMPTS)  # the first forward of an engine looks for DistributedDataParallel
+        calls = functions_entered(lambda: model.generate(PROMPTS))
+    engine.destroy()
+    return calls
+
+
+def test_generation_without_gathers_enters_no_function_either() -> None:
+    assert POOL.run(entered_at_stage_2, 2) == [[], []]
 
 
 def wrong_uses(comm: Any) -> None:

@@ -4,6 +4,7 @@ It picks the transport, counts bytes, compares calls between ranks (`debug.check
 collective in the error when one fails.
 """
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable
@@ -153,10 +154,11 @@ class Communicator:
     def merge(self, whole: Tensor, what: str) -> None:
         """Fill in the bytes of the other ranks: each byte is zero on all ranks but one. A multiple of 4.
 
-        They are summed as integers, so all bits arrive as they are, also those of -0.0 and NaN.
+        They are summed as integers, so all bits arrive as they are, also those of -0.0 and NaN. On return no
+        thread of the backend holds the memory.
         """
         if (transport := self.transport) is not None:
-            sent, words = 2 * (self.size - 1) * (whole.nbytes // self.size), whole.view(torch.int32)
+            sent, words = 2 * (self.size - 1) * (whole.nbytes // self.size), _borrowed(whole)
             self._call("all_reduce", what, words, sent, transport.sum_numbers, words)
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
@@ -260,6 +262,17 @@ class Communicator:
         return CommunicationError(
             f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
         )
+
+
+def _borrowed(whole: Tensor) -> Tensor:
+    """View the bytes as int32. In host memory the view does not keep the memory alive.
+
+    A thread of gloo drops its reference to a tensor a little after the collective has returned.
+    """
+    if whole.device.type != "cpu" or not whole.numel():
+        return whole.view(torch.int32)
+    memory = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.int32)
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

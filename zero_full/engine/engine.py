@@ -593,12 +593,13 @@ class Engine(DeepSpeedQueries):
         """Context with the module to generate with: parameters are whole, without autograd, in eval mode.
 
         memory          bytes of gathered parameters to keep on this rank, at most; the other parameters are
-                        gathered in each call, so that ranks must call the module equally often. None: all
+                        gathered in each call, so that ranks must call the module equally often. None: all,
+                        or as much as fits into three quarters of the free memory
         merge_adapters  merge PEFT's active LoRA adapters into their base weights, which come back bit for bit
 
-        Every rank must enter and leave it, between steps. With `memory` None ranks may call the module, or
-        its `generate`, a different number of times. Leaving restores each module's training mode. Random
-        numbers come from torch's generators, as everywhere.
+        Every rank must enter and leave it, between steps. If all parameters are kept, ranks may call the
+        module, or its `generate`, a different number of times. Else rank 0 logs a warning. Leaving restores
+        each module's training mode. Random numbers come from torch's generators, as everywhere.
         """
         from zero_full.generation.generating import generating  # only runs that generate import it
 
@@ -634,17 +635,19 @@ class Engine(DeepSpeedQueries):
         parameter that this rank keeps whole is handed over itself: do not write to it, and clone it to keep
         it beyond the next step.
         """
+        from zero_full.generation.weights import check_options, weights_of  # only runs that ask for it
+
+        check_options(bucket_bytes, dtype)
         if delta and merge_adapters:
             raise ValueError(
                 "weights: delta and merge_adapters exclude each other. A merge changes whole tensors"
             )
         if delta:
-            from zero_full.generation.deltas import Deltas  # only runs that ask for it import it
+            from zero_full.generation.deltas import Deltas
 
-            self._deltas = self._deltas or Deltas(self.module, self.optimizer)
-            return self._deltas.weights(bucket_bytes, dtype)
-        from zero_full.generation.weights import weights_of
-
+            if self._deltas is None or self._deltas.dtype != dtype:
+                self._deltas = Deltas(self.module, self.optimizer, dtype)
+            return self._deltas.weights(bucket_bytes)
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
     def _follow_profiler(self) -> None:

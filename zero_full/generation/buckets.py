@@ -7,17 +7,23 @@ Its tensors are views of it, so they stay valid as long as the caller keeps one 
     gathered     a flat buffer that fits into a bucket: one all-gather of the ranks' shards
     merged       single tensors of a flat buffer that does not fit: each rank writes its elements, and the
                  words are summed (`Communicator.merge`)
+    split        a DTensor that is cut: its local tensor is assembled in one of the ways above, goes to its
+                 block of the whole tensor, and the tensor-parallel ranks' blocks are merged
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
+from zero_full.layout import LocalBlock
 from zero_full.layout.flat import rounded_up
 from zero_full.shard.group.changed_elements import ChangedElements
+from zero_full.shard.group.dtensors import block_of, largest_numel
 from zero_full.shard.group.parameters import FlatParameters, Member, as_bytes
 
 ALIGNMENT = 16  # bytes
@@ -33,6 +39,7 @@ class FlatSource:
     shard: Callable[[], Tensor]  # this rank's values, perhaps in another dtype
     is_whole: bool  # every rank has the whole buffer in `flat.full`
     names: dict[Member, str]  # the parameters to hand over
+    across: Communicator | None  # the tensor-parallel ranks, which have other blocks of DTensors
 
     @property
     def is_live(self) -> bool:
@@ -55,9 +62,14 @@ class FlatSource:
 class BucketPart:
     """A part of a bucket."""
 
-    size: int  # bytes
+    size: int  # bytes, equal on all ranks
     ranks: Communicator
     merges: bool = False  # its elements are zero on all ranks but their owner
+
+    @property
+    def local(self) -> "BucketPart":
+        """The part of the tensor that this rank has of a DTensor, else the part itself."""
+        return self
 
     def write(self, memory: Tensor) -> None:
         """Write this rank's elements into the part's bytes, and gather it, unless it `merges`."""
@@ -93,7 +105,7 @@ class BucketRun(BucketPart):
         for member in self.members:
             window = layout.windows[member.index]
             flat = values[window.start - self.low : window.stop - self.low]
-            yield self.source.names[member], None, flat.view(member.param.shape)
+            yield self.source.names[member], None, flat.view(member.shape)
 
 
 @dataclass(eq=False)
@@ -110,6 +122,56 @@ class WholeTensor(BucketPart):
     def read(self, memory: Tensor) -> Iterator[Item]:
         """Yield the tensor itself, or a copy if its dtype is another one."""
         yield self.name, None, self.tensor.detach().to(self.dtype)
+
+
+@dataclass(eq=False)
+class SplitTensor(BucketPart):
+    """A DTensor that is cut. `ranks` are the tensor-parallel ones."""
+
+    name: str = field(kw_only=True)
+    block: LocalBlock = field(kw_only=True)
+    dtype: torch.dtype = field(kw_only=True)
+    inner: BucketPart = field(kw_only=True)  # assembles the local tensor
+
+    @staticmethod
+    def of(tensor: Any, name: str, dtype: torch.dtype, inner: BucketPart, across: Communicator) -> BucketPart:
+        """Return the part of a DTensor, or `inner` if it is not cut.
+
+        The size counts the largest local tensor: ranks cut a tensor into unequal parts, and plan alike.
+        """
+        block = block_of(tensor)
+        if block is None:
+            return inner
+        local = 0 if isinstance(inner, WholeTensor) else largest_numel(tensor) * dtype.itemsize
+        size = rounded_up(local, ALIGNMENT) + _whole_size(block, dtype)
+        return SplitTensor(size, across, name=name, block=block, dtype=dtype, inner=inner)
+
+    @property
+    def local(self) -> BucketPart:
+        """The local tensor's part."""
+        return self.inner
+
+    @property
+    def whole_size(self) -> int:
+        """Bytes of the whole tensor, rounded up."""
+        return _whole_size(self.block, self.dtype)
+
+    def _whole(self, memory: Tensor) -> Tensor:
+        return memory[: prod(self.block.shape) * self.dtype.itemsize].view(self.dtype).view(self.block.shape)
+
+    def put(self, place: Tensor, memory: Tensor) -> None:
+        """Copy the local tensor, which is assembled at `place`, to its block of the whole tensor."""
+        ((_, _, local),) = self.inner.read(place)
+        block = self.block
+        self._whole(memory).narrow(block.dim, block.offset, block.size).copy_(local)
+
+    def read(self, memory: Tensor) -> Iterator[Item]:
+        """Yield the whole tensor."""
+        yield self.name, None, self._whole(memory)
+
+
+def _whole_size(block: LocalBlock, dtype: torch.dtype) -> int:
+    return rounded_up(prod(block.shape) * dtype.itemsize, ALIGNMENT)
 
 
 @dataclass(eq=False)
@@ -144,12 +206,13 @@ class SparseTensor(BucketPart):
         if fragment is None or not numel:
             return
         start, first = fragment.flat_range[0] - flat.layout.slice_of(rank).start, sum(self.counts[:rank])
-        mine = self.changes.indices(start, start + fragment.numel)
-        values = flat.cut(self.source.shard(), fragment)
-        for place, written in zip(
-            self._views(memory), (mine + fragment.param_range[0], values[mine.to(values.device)]), strict=True
-        ):
-            place[first : first + numel].copy_(written)
+        indices, values = self._views(memory)
+        mine = flat.cut(self.source.shard(), fragment)
+        for found in self.changes.indices(start, start + fragment.numel):
+            last = first + found.numel()
+            values[first:last].copy_(mine[found.to(mine.device)])
+            indices[first:last].copy_(found.add_(fragment.param_range[0]))
+            first = last
 
     def read(self, memory: Tensor) -> Iterator[Item]:
         """Yield the name, the indices in the flattened tensor and the values."""
@@ -160,7 +223,7 @@ def runs_of(source: FlatSource, bucket_bytes: int) -> Iterator[BucketPart]:
     """Cut a flat buffer into runs of at most `bucket_bytes`, but at least one parameter each."""
     flat, size, layout = source.flat, source.dtype.itemsize, source.flat.layout
     members = [member for member in flat.members if member in source.names]
-    if source.is_live:
+    if source.is_live or any(member.block is not None for member in members):
         yield from (whole(source, member) for member in members)
         return
     if not source.is_whole and (layout.total * size <= bucket_bytes or len(members) == 1):
@@ -185,10 +248,15 @@ def runs_of(source: FlatSource, bucket_bytes: int) -> Iterator[BucketPart]:
 
 def whole(source: FlatSource, member: Member) -> BucketPart:
     """Return the part of one whole parameter."""
-    if not source.is_live:
-        return run_of(source, [member])
-    tensor, name = source.flat.windows[member.index], source.names[member]
-    return WholeTensor(0, source.flat.ranks, name=name, tensor=tensor, dtype=source.dtype)
+    name = source.names[member]
+    if source.is_live:
+        tensor = source.flat.windows[member.index]
+        part: BucketPart = WholeTensor(0, source.flat.ranks, name=name, tensor=tensor, dtype=source.dtype)
+    else:
+        part = run_of(source, [member])
+    if source.across is None:
+        return part
+    return SplitTensor.of(member.param, name, source.dtype, part, source.across)
 
 
 def run_of(source: FlatSource, members: Sequence[Member]) -> BucketRun:
@@ -221,25 +289,34 @@ def in_buckets(parts: Iterable[BucketPart], bucket_bytes: int) -> Iterator[list[
 
 def assembled(bucket: Sequence[BucketPart], device: torch.device) -> list[Item]:
     """Assemble a bucket. Every rank must call this, if `communicates`."""
-    merged = [part for part in bucket if part.merges]
-    gathered = [part for part in bucket if not part.merges]
-    to_merge = sum(part.size for part in merged)
-    memory = torch.empty(sum(part.size for part in bucket), dtype=torch.uint8, device=device)
+    split = [part for part in bucket if isinstance(part, SplitTensor)]
+    local = [part.local for part in bucket]
+    merged, gathered = [p for p in local if p.merges], [p for p in local if not p.merges]
+    to_merge, to_join = sum(part.size for part in merged), sum(part.whole_size for part in split)
+    size = sum(part.size for part in local)
+    memory = torch.empty(size + to_join, dtype=torch.uint8, device=device)
     memory[:to_merge].zero_()
     start, places = 0, dict[BucketPart, Tensor]()
     for part in (*merged, *gathered):
         places[part] = memory[start : start + part.size]
         part.write(places[part])
         start += part.size
-    if merged:
+    if to_merge:
         merged[0].ranks.merge(memory[:to_merge], "whole tensors")
+    if split:
+        memory[size:].zero_()
+        for part in split:
+            places[part] = memory[start : start + part.whole_size]
+            part.put(places[part.inner], places[part])
+            start += part.whole_size
+        split[0].ranks.merge(memory[size:], "whole DTensors")
     return [item for part in bucket for item in part.read(places[part])]
 
 
 def communicates(bucket: Sequence[BucketPart]) -> bool:
     """Whether assembling this bucket needs the other ranks."""
-    local = (
-        isinstance(part, WholeTensor) or (isinstance(part, BucketRun) and part.source.is_whole)
-        for part in bucket
-    )
-    return any(part.ranks.size > 1 and not is_local for part, is_local in zip(bucket, local, strict=True))
+    return any(part.ranks.size > 1 and not _is_here(part) for one in bucket for part in (one, one.local))
+
+
+def _is_here(part: BucketPart) -> bool:
+    return isinstance(part, WholeTensor) or (isinstance(part, BucketRun) and part.source.is_whole)

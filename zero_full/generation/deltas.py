@@ -25,14 +25,13 @@ from zero_full.generation.weights import (
     WeightIterator,
     assemble,
     begin,
-    check_options,
     described,
     present,
     sources_of,
+    wanted,
 )
 from zero_full.shard.group.changed_elements import ChangedElements
 from zero_full.shard.group.checksum import column_sums
-from zero_full.shard.group.master import Master
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -43,24 +42,25 @@ LONGEST = 2**31 - 1  # elements that an int32 index reaches
 class Deltas:
     """The changes of an engine's parameters since they were handed over. Steps note them from now on."""
 
-    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> None:
+        if optimizer.contents.has_dtensors:
+            raise ValueError(
+                "engine.weights(delta=True): tensor parallelism has cut this model, and steps note changes "
+                "by the indices in its parts. Leave out delta: then tensors are handed over whole"
+            )
+        self.module, self.optimizer, self.dtype = module, optimizer, dtype
         self.masters = {group.parameters: group.master for group in optimizer.trained}
         self.is_first = True  # nothing has been handed over yet
         for master in self.masters.values():
-            shard = _slice_of(master)
-            master.changes = ChangedElements(shard.numel(), shard.device)
+            master.note_changes(wanted(master.parameters.dtype, dtype))
         self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
 
-    def weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> WeightIterator:
+    def weights(self, bucket_bytes: int) -> WeightIterator:
         """Return the iterator of `engine.weights(delta=True)`."""
-        check_options(bucket_bytes, dtype)
-        if dtype is not None:
-            raise ValueError("weights(delta=True) hands over the values of training. Leave out dtype")
-        sources, others = sources_of(self.module, self.optimizer, None)
-        call = f"engine.weights(bucket_bytes={bucket_bytes}, delta=True)"
+        sources, others = sources_of(self.module, self.optimizer, self.dtype)
+        call = f"engine.weights(bucket_bytes={bucket_bytes}, delta=True, dtype={self.dtype})"
         return WeightIterator(
-            described(sources, others, None), self._changed(sources, others, bucket_bytes, call)
+            described(sources, others, self.dtype), self._changed(sources, others, bucket_bytes, call)
         )
 
     def _changed(
@@ -74,7 +74,7 @@ class Deltas:
             sums = {name: column_sums(tensor.contiguous()) for name, tensor in others.items()}
         for name, tensor in others.items():
             if not self._is_known(name, sums[name]):
-                parts.append(present(self.optimizer, name, tensor, None))
+                parts.append(present(self.optimizer, name, tensor, self.dtype))
         yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
         with torch.no_grad():
             for source in sources:
@@ -82,7 +82,7 @@ class Deltas:
                     sums[source.flat.name] = column_sums(source.flat.shard)
             for master in self.masters.values():
                 assert master.changes is not None
-                master.changes.clear(_slice_of(master))
+                master.changes.clear(master.observed(master.changes.dtype))
         self.sums, self.is_first = sums, False
 
     def _is_known(self, name: str, sums: Tensor) -> bool:
@@ -120,7 +120,7 @@ class Deltas:
         master = self.masters.get(flat)
         if master is None or master.changes is None:
             return None
-        master.changes.look(_slice_of(master))
+        master.changes.look(master.observed(master.changes.dtype))
         return master.changes
 
     def _tell(self, flats: list[FlatParameters], rows: list[list[int]], first: int) -> None:
@@ -156,8 +156,3 @@ class Deltas:
                 yield SparseTensor.of(source, member, changes, counts[flat, member.index])
             else:
                 yield whole(source, member)
-
-
-def _slice_of(master: Master) -> Tensor:
-    """Return this rank's slice of the parameters, where steps compare it."""
-    return master.parameters.shard if master.flow is None else master.sent

@@ -2,19 +2,23 @@
 
 A token is one forward, so at stage 3 a call of `generate` would gather all parameters once per token. Inside
 `generating` they stay whole. The module hooks that gather are removed, so a call costs what it costs in plain
-torch. With a limit on memory, as many units as fit stay whole, and hooks gather the others for each call. At
-stages 0 to 2 parameters are whole anyway.
+torch. If not all of them fit, as many units as fit stay whole (`budget.py`), and hooks gather the others for
+each call. At stages 0 to 2 parameters are whole anyway.
 
 Nothing of a step changes, so training goes on bit for bit as without it.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from zero_full.comm.topology import this_rank
+from zero_full.formatting import human
 from zero_full.generation.adapters import adapter_layers, merged_adapters
+from zero_full.generation.budget import budget, whole_bytes
 from zero_full.shard.access.gathered_parameters import whole_groups
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.released import OFFLOADED
@@ -23,6 +27,7 @@ from zero_full.shard.passes.module_hooks import removed
 from zero_full.shard.step.agreement import raise_on_all_ranks
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
+log = logging.getLogger("zero_full")
 CALL, LEAVING = "engine.generation()", "leaving engine.generation()"
 
 
@@ -53,8 +58,13 @@ def generating(
     optimizer.on_every_rank(call)
     optimizer.check_ranks_equal(call)
     optimizer.finish_update()
+    layers = [layer for _, layer in adapter_layers(module)] if merge_adapters else []
     groups = [group for group in optimizer.parts.groups if group.parameters.released_at_rest]
-    chosen = groups if memory is None else _within(groups, memory)
+    chosen = groups
+    if memory is not None:
+        chosen = _within(groups, memory)
+    elif groups and not layers:  # a merge needs whole weights
+        chosen = _fitting(optimizer, groups)
     with ExitStack() as leaving:
         _allocate(optimizer, chosen)
         leaving.enter_context(whole_groups(optimizer, chosen))
@@ -65,8 +75,7 @@ def generating(
         optimizer.guards.append(guard)
         leaving.callback(optimizer.guards.remove, guard)
         leaving.enter_context(torch.no_grad())
-        if merge_adapters:
-            layers = [layer for _, layer in adapter_layers(module)]
+        if layers:
             leaving.enter_context(merged_adapters(layers, optimizer))
         module.eval()
         try:
@@ -80,7 +89,7 @@ def generating(
 def _problem(optimizer: ZeroOptimizer, memory: int | None, merge_adapters: bool) -> str:
     """Return the message why this rank cannot generate now, or ""."""
     if memory is not None and memory < 0:
-        return f"memory must be a number of bytes, 0 or more, or None for the whole model, not {memory!r}"
+        return f"memory must be a number of bytes, 0 or more, or None for as much as fits, not {memory!r}"
     if memory is not None and merge_adapters:
         return "merge_adapters needs the whole model. Leave out memory"
     if optimizer.contents.has_dtensors and merge_adapters:
@@ -90,6 +99,27 @@ def _problem(optimizer: ZeroOptimizer, memory: int | None, merge_adapters: bool)
     if optimizer.reducer.backward.running:
         return f"{CALL} inside a backward pass. Call it between steps"
     return ""
+
+
+def _fitting(optimizer: ZeroOptimizer, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Choose the groups that fit into the ranks' free memory: see `budget.py`."""
+    here = [
+        group for group in groups if group.parameters.users
+    ]  # gathered already, in a block around this one
+    others = [group for group in groups if not group.parameters.users]
+    if not others:
+        return here
+    chosen = here + _within(others, budget(optimizer.groups, others))
+    if len(chosen) < len(groups) and this_rank() == 0:
+        log.warning(
+            "%s keeps %s of the %s of parameters gathered, because no more fit into the free memory beside a "
+            "cache. The others are gathered in each call, so every rank must call the model equally often. "
+            "Pass memory=BYTES to choose",
+            CALL,
+            human(whole_bytes(chosen)),
+            human(whole_bytes(groups)),
+        )
+    return chosen
 
 
 def _within(groups: Sequence[ParameterGroup], memory: int) -> list[ParameterGroup]:
@@ -113,7 +143,7 @@ def _allocate(optimizer: ZeroOptimizer, groups: Sequence[ParameterGroup]) -> Non
                 _allocate_one(group)
                 taken.append(group)
     except (RuntimeError, MemoryError) as error:
-        size = sum(group.parameters.full.nbytes for group in groups)
+        size = whole_bytes(groups)
         problem = (
             f"{CALL} needs {size} bytes for whole parameters, and a rank could not allocate them "
             f"({str(error).partition(chr(10))[0]}). Pass memory=BYTES to keep only a part of them whole"

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint.weights import select
+from zero_full.comm.communicator import Communicator
 from zero_full.generation.adapters import merged_adapters, renaming
 from zero_full.generation.buckets import (
     BucketPart,
     FlatSource,
     Item,
+    SplitTensor,
     WholeTensor,
     assembled,
     communicates,
@@ -26,8 +28,9 @@ from zero_full.generation.buckets import (
     runs_of,
 )
 from zero_full.shard.access.gathered_parameters import whole_groups
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.group.parameters import Member
+from zero_full.shard.group.parameters import FlatParameters, Member
 from zero_full.shard.step.agreement import raise_on_all_ranks
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -58,7 +61,11 @@ def weights_of(
     merge_adapters: bool,
 ) -> WeightIterator:
     """Return the iterator of `engine.weights` without `delta`."""
-    check_options(bucket_bytes, dtype)
+    if merge_adapters and optimizer.contents.has_dtensors:
+        raise ValueError(
+            "engine.weights(merge_adapters=True): tensor parallelism has cut this model, and adapters are "
+            "merged into whole weights. Leave it out, and merge where the weights are received"
+        )
     rename, bases = renaming(module) if merge_adapters else (None, [])
     sources, others = sources_of(module, optimizer, dtype, rename)
     call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
@@ -128,11 +135,6 @@ def sources_of(
     rename: Callable[[str], str | None] | None = None,
 ) -> tuple[list[FlatSource], dict[str, Tensor]]:
     """Return the flat buffers, and the tensors outside of them by name. A tied tensor has its first name."""
-    if optimizer.contents.has_dtensors:
-        raise ValueError(
-            "engine.weights(): tensor parallelism has cut this model, and each rank holds parts of its "
-            "tensors. engine.save_weights(directory) writes whole ones"
-        )
     selection = select(module, optimizer, rename)
     names: dict[Any, str] = selection.first_names()
     trained = {group.parameters: group for group in optimizer.trained}
@@ -140,17 +142,22 @@ def sources_of(
     for flat in optimizer.parts.flats:
         members: dict[Member, str] = {m: names.pop(m.param) for m in flat.members if m.param in names}
         if members:
-            sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members))
+            across = optimizer.groups.tensor if flat.kind.is_dtensor else None
+            sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members, across))
     return sources, {name: tensor for tensor, name in names.items()}
 
 
 def _source(
-    flat: Any, group: TrainedGroup | None, dtype: torch.dtype, names: dict[Member, str]
+    flat: FlatParameters,
+    group: TrainedGroup | None,
+    dtype: torch.dtype,
+    names: dict[Member, str],
+    across: Communicator | None,
 ) -> FlatSource:
     """Return the source of a flat buffer: the masters if they are more exact and another dtype is wanted."""
-    if group is not None and group.master.has_copies and dtype != flat.dtype:
-        return FlatSource(flat, dtype, lambda: group.master.values, False, names)
-    return FlatSource(flat, dtype, lambda: flat.shard, not flat.released_at_rest, names)
+    if group is not None and group.master.hands_over(dtype):
+        return FlatSource(flat, dtype, lambda: group.master.values, False, names, across)
+    return FlatSource(flat, dtype, lambda: flat.shard, not flat.released_at_rest, names, across)
 
 
 def _whole(
@@ -170,9 +177,10 @@ def _whole(
 
 def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
     """Return the part of a tensor outside of flat buffers, of which every rank has its own."""
-    return WholeTensor(
-        0, optimizer.groups.dense.shard, name=name, tensor=tensor, dtype=wanted(tensor.dtype, dtype)
-    )
+    given, ranks = wanted(tensor.dtype, dtype), optimizer.groups.dense.shard
+    part = WholeTensor(0, ranks, name=name, tensor=local_of(tensor), dtype=given)
+    tensor_ranks = optimizer.groups.tensor
+    return part if tensor_ranks is None else SplitTensor.of(tensor, name, given, part, tensor_ranks)
 
 
 @torch.no_grad()

@@ -85,6 +85,7 @@ class Plan:
     pinned: int  # page-locked part of `host`
     disk: int  # offloaded to this rank's spill file
     saved: int  # this rank's part of a checkpoint; an asynchronous save keeps a copy in host memory
+    whole: int  # parameters that `engine.generation()` gathers, if they fit, beside those between steps
     # Temporary, at the peak within a step.
     gathered: int  # all-gathered parameters in use
     buckets: int  # gradients before or during their reduction
@@ -133,6 +134,7 @@ class Plan:
             *([("written to the disk in a step", self.written)] if self.disk else []),
             *([("sent to other stages in a step", self.pipeline.handed_over)] if self.pipeline else []),
             ("in a checkpoint", self.saved),
+            *([("whole in generation()", self.whole)] if self.whole else []),
         ]
         title = f"stage {self.stage}, {_ranks(self)}, {self.numel:,} parameters: bytes a rank"
         lines = [title, *(_line(*row) for row in rows)]

@@ -33,6 +33,7 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.construct import Deferred
 from zero_full.engine.engine import Engine
 from zero_full.errors import ConfigError
+from zero_full.generation.budget import whole_bytes
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier, Tier
 from zero_full.offload.arena import Places
@@ -254,6 +255,7 @@ class Simulation:
             "pinned": self.pinned + getattr(self.param_store, "locked", 0),
             **self.copied,
             "saved": self._saved(),
+            "whole": whole_bytes([g for g in self.optimizer.parts.groups if g.parameters.released_at_rest]),
         }
 
     def _offloaded(self, host: int, excess: int) -> dict[str, int]:

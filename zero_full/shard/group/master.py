@@ -68,7 +68,7 @@ class Master:
         # Flat views that user code may have kept, each with the master or state that it is a view of.
         self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
         self.is_updating = False  # a delayed update is writing the master: see `delayed_update.py`
-        self.changes: ChangedElements | None = None  # of the parameters' slice; None: no one has asked
+        self.changes: ChangedElements | None = None  # of the slice that is handed over; None: not noted
         values = parameters.take_unrounded()
         self._set_values(parameters.shard if parameters.kind.asleep else self._master_of(values))
 
@@ -128,7 +128,7 @@ class Master:
         if fuses and self.has_copies and self.writes_copies():
             self.copies = self.sent if self.flow is not None else parameters.slice.fetch(self.values.device)
         if self.changes is not None:
-            self.changes.keep(self._overwritten())
+            self.changes.keep(self._overwritten(self.changes))
         self.adopts = adopts and self.copies is not None
         # With host-device copies writes were adopted before the step, and released parameters have none.
         is_current = self.published is not None or self.adopts or parameters.released_at_rest
@@ -173,7 +173,7 @@ class Master:
             piece.gradient = piece.copy = None
         self.parameters.node_copy = None  # it has the old values
         if self.changes is not None:
-            self._note_changes(self.changes)
+            self._compare_with_old(self.changes)
         if self.flow is not None:
             self._send(self.flow)
         elif self.is_separate:
@@ -181,18 +181,33 @@ class Master:
             self._note_published()
         self.copies = None
 
-    def _overwritten(self) -> Tensor | None:
-        """Return the rounded parameters that the stepper writes in place; None: `put_away` writes them."""
-        in_place = not self.is_separate or (self.flow is not None and self.sent is self.values)
-        return self.values if in_place else self.copies
+    def hands_over(self, dtype: torch.dtype) -> bool:
+        """Whether the master is handed over in this dtype: it is more exact than the rounded parameters."""
+        return self.has_copies and dtype != self.parameters.dtype
 
-    def _note_changes(self, changes: ChangedElements) -> None:
-        """Compare the parameters' slice after a step with the one before it, while both are there."""
-        if self._overwritten() is not None:
-            changes.compare(None, self.values if self.copies is None else self.copies)
+    def observed(self, dtype: torch.dtype) -> Tensor:
+        """Return the slice that is handed over in this dtype: the parameters', or the master."""
+        if self.hands_over(dtype):
+            return self.values
+        return self.parameters.shard if self.flow is None else self.sent
+
+    def note_changes(self, dtype: torch.dtype) -> None:
+        """Note from now on which elements change. They are rounded to this dtype to be compared."""
+        slice_ = self.observed(dtype)
+        self.changes = ChangedElements(slice_.numel(), dtype, slice_.device)
+
+    def _overwritten(self, changes: ChangedElements) -> Tensor | None:
+        """Return the observed slice if the stepper writes it in place; None: `put_away` writes it."""
+        in_place = not self.is_separate or (self.flow is not None and self.sent is self.values)
+        return self.values if in_place or self.hands_over(changes.dtype) else self.copies
+
+    def _compare_with_old(self, changes: ChangedElements) -> None:
+        """Compare the observed slice after a step with the one before it, while both are there."""
+        new = self._overwritten(changes)
+        if new is not None:
+            changes.compare(None, new)
         else:
-            old = self.parameters.shard if self.flow is None else self.sent
-            changes.compare(old, self.values.to(self.parameters.dtype))
+            changes.compare(self.observed(changes.dtype), self.values.to(self.parameters.dtype))
 
     # What is shown -------------------------------------------------------------------------------
 
