@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import run_each
-from tests.zero_full.generation_runs import PROMPT, Language, same_bits, tokens, train_step
+from tests.zero_full.generation_runs import PROMPT, Language, Server, same_bits, tokens, train_step
 from tests.zero_full.runs import config
 from tests.zero_full.stage3_runs import RELEASED, seeded
 from zero_full.engine.hybrid_engine import HybridEngine
@@ -127,8 +126,60 @@ def check(engine: Any) -> None:
     assert [name for name in state if not torch.equal(items[name], state[name])] == []
     after = engine.module_state_dict()
     assert [name for name in before if not same_bits(before[name], after[name])] == []
-    with pytest.raises(ValueError, match="exclude each other"):
-        engine.weights(delta=True, merge_adapters=True)
+
+
+def merged_changes(comm: Any, stage: int, precision: str, dtype: torch.dtype | None) -> None:
+    """A server that gets the changes of merged weights has every bit, and training is not disturbed."""
+    torch.manual_seed(0)
+    keys: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    keys |= {} if precision == "fp32" else {precision: {"enabled": True}}
+    made = config(stage, zero_optimization=RELEASED if stage == 3 else {}, **keys)
+    engine, server, sizes = zero_full.initialize(model=seeded(AdaptedLanguage), config=made)[0], Server(), []
+
+    def push() -> None:
+        before = engine.module_state_dict()
+        weights = engine.weights(3000, True, dtype, merge_adapters=True)
+        names = {*weights.names}
+        server.update(weights)
+        sizes.append(server.received)
+        want = dict(engine.weights(dtype=dtype, merge_adapters=True))
+        assert names == {*want} and server.differs_from(want) == []
+        after = engine.module_state_dict()
+        assert [name for name in before if not same_bits(before[name], after[name])] == []
+
+    push()
+    push()
+    assert sizes[1] == 0
+    for step in range(2):
+        train_step(engine, step, comm.rank)
+        push()
+        assert server.sparse
+    weights = engine.weights(3000, True, dtype, merge_adapters=True)
+    train_step(engine, 2, comm.rank)
+    next(weights, None)
+    del weights  # what was not iterated to its end is sent again
+    push()
+    base = engine.module.blocks[0].up.base_layer.weight
+    with zero_full.GatheredParameters([base], modifier_rank=0):
+        base.data.mul_(2)
+    push()
+    assert sizes[-1] > 0 and "blocks.0.up.weight" not in server.sparse
+    engine.weights(delta=True, dtype=dtype)  # another hand-over: it begins with everything
+    push()
+    assert sizes[-1] == sizes[0]
+    plain = Server()
+    plain.update(engine.weights(delta=True))
+    train_step(engine, 3, comm.rank)
+    changed = list(engine.weights(delta=True))
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name, _, _ in changed} == {"lora_A", "lora_B"}
+    plain.update(changed)
+    assert plain.differs_from(engine.module_state_dict()) == []
+    engine.destroy()
+    assert 0 < max(sizes[2:4]) < sizes[0]
+
+
+def test_changes_of_merged_weights_and_of_adapters_alone() -> None:
+    run_each(merged_changes, 2, [(1, "bf16", None), (3, "bf16", None), (3, "fp32", torch.bfloat16)])
 
 
 def test_adapters_are_merged_and_base_weights_come_back_bit_for_bit() -> None:

@@ -623,8 +623,9 @@ class Engine(DeepSpeedQueries):
         """Return an iterator over (name, whole tensor), for an inference server. Every rank must iterate.
 
         bucket_bytes    additional memory, at most; a larger tensor is a bucket by itself
-        delta           yield (name, indices, values) of what has changed since the last such call: indices
-                        are int32 in the flattened tensor; None: the whole tensor, as in the first call
+        delta           yield (name, indices, values) of what has changed since the last such call with the
+                        same `dtype` and `merge_adapters`: indices are int32 in the flattened tensor; None:
+                        the whole tensor, as in the first call
         dtype           convert floating-point tensors to it, from the fp32 master weights if the run has
                         them; None: the dtype of training
         merge_adapters  hand over base weights with PEFT's active LoRA adapters merged, by the names of the
@@ -638,15 +639,11 @@ class Engine(DeepSpeedQueries):
         from zero_full.generation.weights import check_options, weights_of  # only runs that ask for it
 
         check_options(bucket_bytes, dtype)
-        if delta and merge_adapters:
-            raise ValueError(
-                "weights: delta and merge_adapters exclude each other. A merge changes whole tensors"
-            )
         if delta:
             from zero_full.generation.deltas import Deltas
 
-            if self._deltas is None or self._deltas.dtype != dtype:
-                self._deltas = Deltas(self.module, self.optimizer, dtype)
+            if self._deltas is None or not self._deltas.fits(dtype, merge_adapters):
+                self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters)
             return self._deltas.weights(bucket_bytes)
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 

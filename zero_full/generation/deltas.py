@@ -8,12 +8,17 @@ many elements of each parameter they have changed, and with that know who sends 
     sparse       indices (int32, in the flattened tensor) and values, in ascending order of the indices
     whole        if that is less: with 16 bits, from a third of the elements on
 
+With merged adapters a step changes no base weight, and every rank merges all of it. So the merge with the
+adapters of the last call is computed beside the present one, and compared.
+
 Tensors that no step changes (frozen parameters, buffers) are compared by their column sums, and handed over
 whole. So is a parameter that user code or a load has written between steps.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +27,20 @@ from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.generation.buckets import BucketPart, FlatSource, SparseTensor, in_buckets, runs_of, whole
 from zero_full.generation.weights import (
+    Bases,
     WeightIterator,
     assemble,
+    base_weights,
     begin,
+    check_no_step,
     described,
+    merged_weights,
     present,
     sources_of,
     wanted,
+    whole_layer,
 )
-from zero_full.shard.group.changed_elements import ChangedElements
+from zero_full.shard.group.changed_elements import ChangedElements, differing
 from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -42,26 +52,41 @@ LONGEST = 2**31 - 1  # elements that an int32 index reaches
 class Deltas:
     """The changes of an engine's parameters since they were handed over. Steps note them from now on."""
 
-    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None, merge_adapters: bool
+    ) -> None:
         if optimizer.contents.has_dtensors:
             raise ValueError(
                 "engine.weights(delta=True): tensor parallelism has cut this model, and steps note changes "
                 "by the indices in its parts. Leave out delta: then tensors are handed over whole"
             )
         self.module, self.optimizer, self.dtype = module, optimizer, dtype
-        self.masters = {group.parameters: group.master for group in optimizer.trained}
+        self.merge_adapters = merge_adapters
+        rename, _ = base_weights(module, optimizer, merge_adapters)
+        wanted_flats = {source.flat for source in sources_of(module, optimizer, dtype, rename)[0]}
+        self.masters = {
+            group.parameters: group.master for group in optimizer.trained if group.parameters in wanted_flats
+        }
         self.is_first = True  # nothing has been handed over yet
+        for group in optimizer.trained:  # without those of an earlier object
+            group.master.changes = None
         for master in self.masters.values():
             master.note_changes(wanted(master.parameters.dtype, dtype))
         self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
+        self.adapters: dict[str, list[Tensor]] = {}  # adapters of layers when handed over, by name
+
+    def fits(self, dtype: torch.dtype | None, merge_adapters: bool) -> bool:
+        """Whether these are the changes of what a call with these options hands over."""
+        return (self.dtype, self.merge_adapters) == (dtype, merge_adapters)
 
     def weights(self, bucket_bytes: int) -> WeightIterator:
         """Return the iterator of `engine.weights(delta=True)`."""
-        sources, others = sources_of(self.module, self.optimizer, self.dtype)
-        call = f"engine.weights(bucket_bytes={bucket_bytes}, delta=True, dtype={self.dtype})"
-        return WeightIterator(
-            described(sources, others, self.dtype), self._changed(sources, others, bucket_bytes, call)
-        )
+        rename, bases = base_weights(self.module, self.optimizer, self.merge_adapters)
+        sources, others = sources_of(self.module, self.optimizer, self.dtype, rename)
+        options = f"delta=True, dtype={self.dtype}, merge_adapters={self.merge_adapters}"
+        call = f"engine.weights(bucket_bytes={bucket_bytes}, {options})"
+        items = chain(self._changed(sources, others, bucket_bytes, call), self._merged(bases, call))
+        return WeightIterator(described(sources, others, self.dtype, bases), items)
 
     def _changed(
         self, sources: list[FlatSource], others: Mapping[str, Tensor], bucket_bytes: int, call: str
@@ -83,13 +108,66 @@ class Deltas:
             for master in self.masters.values():
                 assert master.changes is not None
                 master.changes.clear(master.observed(master.changes.dtype))
-        self.sums, self.is_first = sums, False
+        self.sums |= sums
+        self.is_first = False
+
+    def _merged(self, bases: Bases, call: str) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+        """Yield what has changed of base weights with their adapters merged, one layer after the other.
+
+        The merged weights of the last call are computed once more, from the adapters as they were. Sums tell
+        whether they are those that were handed over: not if the base was written, or an adapter was scaled.
+        """
+        steps, sums, adapters = self.optimizer.calls, dict[str, Tensor](), dict[str, list[Tensor]]()
+        for number, (layer, names) in enumerate(bases):
+            check_no_step(self.optimizer, steps, call)
+            key = next(iter(names.values()))
+            base = set(layer.get_base_layer().parameters())
+            params = [param for param in layer.parameters() if param not in base]
+            # In two contexts, so that `merged_adapters` restores the base from a copy: it is merged twice.
+            with (
+                whole_layer(self.optimizer, layer, number, call),
+                whole_layer(self.optimizer, layer, number, call),
+            ):
+                new = merged_weights(self.optimizer, layer, names, self.dtype)
+                old = dict[str, Tensor]()
+                if key in self.adapters and len(self.adapters[key]) == len(params):
+                    with _with_values(params, self.adapters[key]):
+                        old = merged_weights(self.optimizer, layer, names, self.dtype)
+                adapters[key] = [param.detach().clone() for param in params]
+                items = [
+                    item
+                    for name, values in new.items()
+                    for item in self._differences(name, old.get(name), values)
+                ]
+                sums |= {name: column_sums(values) for name, values in new.items()}
+            del new, old
+            while items:
+                yield items.pop(0)
+        self.sums |= sums
+        self.adapters = adapters
+
+    def _differences(
+        self, name: str, old: Tensor | None, new: Tensor
+    ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+        """Yield the difference of a tensor that this rank has whole, if there is one."""
+        if old is None or not self._is_known(name, column_sums(old)):
+            yield name, None, new
+            return
+        differs = differing(old, new).view(-1)
+        if count := int(differs.sum()):
+            if is_smaller(count, new.numel(), new.element_size()):
+                indices = differs.nonzero().view(-1)
+                yield name, indices.to(torch.int32), new.view(-1)[indices]
+            else:
+                yield name, None, new
 
     def _is_known(self, name: str, sums: Tensor) -> bool:
         return name in self.sums and torch.equal(self.sums[name], sums)
 
     def _counts(self, sources: list[FlatSource]) -> dict[tuple[FlatParameters, int], list[int]]:
         """Return how many elements each rank has to hand over, by flat buffer and index of the parameter."""
+        if not sources:
+            return {}
         keys, mine = list[tuple[FlatParameters, int]](), list[Tensor]()
         written, ranks = list[Tensor](), self.optimizer.groups.dense.shard
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
@@ -143,7 +221,7 @@ class Deltas:
         for member in members:
             numel, changed = member.param.numel(), sum(counts[flat, member.index])
             if changed:
-                kinds[member.index] = changed * (4 + size) < numel * size and numel <= LONGEST
+                kinds[member.index] = is_smaller(changed, numel, size)
         if len(kinds) == len(members) and not any(kinds.values()):
             yield from runs_of(source, bucket_bytes)
             return
@@ -156,3 +234,21 @@ class Deltas:
                 yield SparseTensor.of(source, member, changes, counts[flat, member.index])
             else:
                 yield whole(source, member)
+
+
+def is_smaller(changed: int, numel: int, size: int) -> bool:
+    """Whether indices and values of the changed elements take fewer bytes than the whole tensor."""
+    return changed * (4 + size) < numel * size and numel <= LONGEST
+
+
+@contextmanager
+def _with_values(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which parameters have other values, without a write to their memory."""
+    memory = [param.data for param in params]
+    try:
+        for param, value in zip(params, values, strict=True):
+            param.data = value
+        yield
+    finally:
+        for param, before in zip(params, memory, strict=True):
+            param.data = before

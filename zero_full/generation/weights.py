@@ -7,6 +7,7 @@ nothing iterates and drops them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -61,24 +62,33 @@ def weights_of(
     merge_adapters: bool,
 ) -> WeightIterator:
     """Return the iterator of `engine.weights` without `delta`."""
-    if merge_adapters and optimizer.contents.has_dtensors:
+    rename, bases = base_weights(module, optimizer, merge_adapters)
+    sources, others = sources_of(module, optimizer, dtype, rename)
+    call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
+    items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
+    tensors = described(sources, others, dtype, bases)
+    return WeightIterator(tensors, chain(items, _merged(optimizer, bases, dtype, call)))
+
+
+Bases = list[tuple[Any, dict[str, str]]]  # layers with adapters: see `renaming`
+
+
+def base_weights(
+    module: nn.Module, optimizer: ZeroOptimizer, merge_adapters: bool
+) -> tuple[Callable[[str], str | None] | None, Bases]:
+    """Return the names of the other tensors, and the layers with adapters, if these are to be merged."""
+    if not merge_adapters:
+        return None, []
+    if optimizer.contents.has_dtensors:
         raise ValueError(
             "engine.weights(merge_adapters=True): tensor parallelism has cut this model, and adapters are "
             "merged into whole weights. Leave it out, and merge where the weights are received"
         )
-    rename, bases = renaming(module) if merge_adapters else (None, [])
-    sources, others = sources_of(module, optimizer, dtype, rename)
-    call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
-    items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
-    tensors = described(sources, others, dtype)
-    for layer, names in bases:
-        params = dict(layer.get_base_layer().named_parameters())
-        tensors |= {full: (wanted(params[n].dtype, dtype), params[n].shape) for n, full in names.items()}
-    return WeightIterator(tensors, chain(items, _merged(optimizer, bases, dtype, call)))
+    return renaming(module)
 
 
 def _merged(
-    optimizer: ZeroOptimizer, bases: list[tuple[Any, dict[str, str]]], dtype: torch.dtype | None, call: str
+    optimizer: ZeroOptimizer, bases: Bases, dtype: torch.dtype | None, call: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield base weights with their adapters merged, one layer after the other.
 
@@ -87,19 +97,33 @@ def _merged(
     steps = optimizer.calls
     for number, (layer, names) in enumerate(bases):
         check_no_step(optimizer, steps, call)
-        places = (optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
-        groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
-        if groups:
-            optimizer.on_every_rank(f"adapters of layer {number + 1} of {call}")
-        with torch.no_grad(), whole_groups(optimizer, groups), merged_adapters([layer], optimizer):
-            base = dict(layer.get_base_layer().named_parameters())
-            items = [
-                (full, base[name].detach().to(wanted(base[name].dtype, dtype), copy=True))
-                for name, full in names.items()
-            ]
-            del base
+        with whole_layer(optimizer, layer, number, call):
+            items = [*merged_weights(optimizer, layer, names, dtype).items()]
         while items:
             yield items.pop(0)
+
+
+@contextmanager
+def whole_layer(optimizer: ZeroOptimizer, layer: nn.Module, number: int, call: str) -> Iterator[None]:
+    """Context in which the parameters of a layer with adapters are whole. Every rank must enter it."""
+    places = (optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
+    groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
+    if groups:
+        optimizer.on_every_rank(f"adapters of layer {number + 1} of {call}")
+    with torch.no_grad(), whole_groups(optimizer, groups):
+        yield
+
+
+def merged_weights(
+    optimizer: ZeroOptimizer, layer: Any, names: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return copies of a layer's base weights with its adapters merged, by name in the model without them."""
+    with merged_adapters([layer], optimizer):
+        base = dict(layer.get_base_layer().named_parameters())
+        return {
+            full: base[name].detach().to(wanted(base[name].dtype, dtype), copy=True).contiguous()
+            for name, full in names.items()
+        }
 
 
 def check_options(bucket_bytes: int, dtype: torch.dtype | None) -> None:
@@ -111,7 +135,7 @@ def check_options(bucket_bytes: int, dtype: torch.dtype | None) -> None:
 
 
 def described(
-    sources: list[FlatSource], others: Mapping[str, Tensor], dtype: torch.dtype | None
+    sources: list[FlatSource], others: Mapping[str, Tensor], dtype: torch.dtype | None, bases: Bases
 ) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return dtype and shape of every tensor, in the order of the iteration."""
     found = {
@@ -120,7 +144,11 @@ def described(
         for member in source.flat.members
         if member in source.names
     }
-    return found | {name: (wanted(tensor.dtype, dtype), tensor.shape) for name, tensor in others.items()}
+    found |= {name: (wanted(tensor.dtype, dtype), tensor.shape) for name, tensor in others.items()}
+    for layer, names in bases:
+        params = dict(layer.get_base_layer().named_parameters())
+        found |= {full: (wanted(params[n].dtype, dtype), params[n].shape) for n, full in names.items()}
+    return found
 
 
 def wanted(dtype: torch.dtype, given: torch.dtype | None) -> torch.dtype:

@@ -106,3 +106,8 @@ def _unpacked(bits: Tensor) -> Tensor:
 def _integers(values: Tensor) -> Tensor:
     """View the values as integers, to compare their bits: -0.0 is not 0.0, and NaN equals itself."""
     return values.view(BITS[values.element_size()])
+
+
+def differing(old: Tensor, new: Tensor) -> Tensor:
+    """Return which elements of two contiguous tensors differ in their bits."""
+    return (_integers(old) ^ _integers(new)).bool()
