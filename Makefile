@@ -98,7 +98,6 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.units | tee build/bench/units.md
 	$(BIN)/python -m tests.bench.facade | tee build/bench/facade.md
 	$(BIN)/python -m tests.bench.engines | tee build/bench/engines.md
-	$(BIN)/python -m tests.bench.engines_generation | tee build/bench/engines_generation.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md

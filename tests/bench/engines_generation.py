@@ -1,43 +1,55 @@
-"""Generation from a sharded model, and its weights for a server, beside plain torch and a whole state dict.
+"""Generation from a sharded model beside the plain one, and a gather per layer: a topic of `engines.py`.
 
-    python -m tests.bench.engines_generation
-
-Two ranks at stage 3 in bf16, a language model with a cache of keys and values. Each row is
-timed in turn on both ranks; a sample is over when the last rank is. The last line is JSON.
+Two ranks at stage 3 in bf16 decode one sequence each, with a cache of keys and values: a token reads every
+weight for a few numbers, so that gathering the weights is most of what a sharded model does. Ranks are in
+shared memory, where a gather is a copy, and behind links of 1 Gbit/s each, where one can be limited
+(`link.py`). Rows are timed in turn; a sample is over when the last rank is. CPU time is the process's, which
+a busy machine changes less.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 import zero_full
-from tests.bench import interleave
-from tests.bench.interleave import Series
-from tests.worlds import Pool
+from tests.bench import interleave, link
+from tests.bench.interleave import Ratio, Series
 from tests.zero_full.generation_runs import Language
 
-WIDTH, DEPTH, VOCABULARY, PROMPT, NEW, BATCH, ROUNDS = 256, 6, 2048, 16, 32, 2, 7
+
+@dataclass(frozen=True)
+class Shape:
+    """A language model, and what it generates."""
+
+    width: int = 256
+    depth: int = 12
+    vocabulary: int = 2048
+    prompt: int = 16
+    new: int = 128
+    batch: int = 1
+
+    def model(self) -> Language:
+        """The tests' language model in this size."""
+        torch.manual_seed(0)
+        return Language(self.depth, self.width, self.vocabulary).bfloat16()
+
+
+ROUNDS, SMALL, BEHIND_LINKS = 7, Shape(16, 1, 24, new=2), Shape(depth=6, new=8)
 PLAIN, GENERATION, PER_LAYER = "the plain model", "engine.generation()", "gathered per layer"
-STATE_DICT, WHOLE, DELTA = "module_state_dict", "engine.weights()", "engine.weights(delta=True)"
-STEP, STEP_DELTA = "a step", "a step that notes changes"
-NAMES = [PLAIN, GENERATION, PER_LAYER, STATE_DICT, WHOLE, DELTA, STEP, STEP_DELTA]
+NAMES = [PLAIN, GENERATION, PER_LAYER]
+GBIT = 10**9
 
 
-def model_of(width: int, depth: int, vocabulary: int) -> Language:
-    """The tests' language model in this size."""
-    torch.manual_seed(0)
-    return Language(depth, width, vocabulary).bfloat16()
-
-
-def engine_of(model: nn.Module) -> zero_full.Engine:
+def engine_of(model: nn.Module, batch: int) -> zero_full.Engine:
     """At stage 3, where every parameter is released."""
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -45,86 +57,82 @@ def engine_of(model: nn.Module) -> zero_full.Engine:
     return zero_full.initialize(model=model, config=config)[0]
 
 
-def measure(
-    comm: Any, sizes: tuple[int, int, int], new: int, rounds: int
-) -> tuple[dict[str, Series], list[int]]:
-    """Seconds by row and round on this rank, and bytes: of the model, and of each delta."""
-    torch.set_num_threads(1)
-    width, depth, vocabulary = sizes
-    plain = model_of(width, depth, vocabulary).eval()
-    engine, noting = (engine_of(model_of(width, depth, vocabulary)) for _ in range(2))
-    prompts = torch.randint(vocabulary, (BATCH, PROMPT), generator=torch.Generator().manual_seed(comm.rank))
-    sizes_of_deltas = [sum(values.nbytes for _, _, values in noting.weights(delta=True))]
+def measure(comm: Any, shape: Shape, rounds: int) -> tuple[dict[str, Series], dict[str, Series]]:
+    """Seconds, and CPU seconds, by row and round on this rank."""
+    return behind_link(shape, rounds)
 
-    def train(of: Any) -> None:
-        x = torch.randint(vocabulary, (BATCH, PROMPT + 1))
-        of.backward(functional.cross_entropy(of(x[:, :-1]).flatten(0, 1).float(), x[:, 1:].flatten()))
+
+def behind_link(shape: Shape, rounds: int) -> tuple[dict[str, Series], dict[str, Series]]:
+    """The same where the ranks have a process group already."""
+    torch.set_num_threads(1)
+    plain, engine = shape.model().eval(), engine_of(shape.model(), shape.batch)
+    made = torch.Generator().manual_seed(dist.get_rank())
+    prompts = torch.randint(shape.vocabulary, (shape.batch, shape.prompt), generator=made)
 
     def in_a_block() -> None:
         with engine.generation() as model:
-            model.generate(prompts, new)
-
-    def delta() -> None:
-        size = 0
-        for _, indices, values in noting.weights(delta=True):
-            size += values.nbytes + (0 if indices is None else indices.nbytes)
-        sizes_of_deltas.append(size)
+            model.generate(prompts, shape.new)
 
     acts: dict[str, Callable[[], Any]] = {
-        PLAIN: lambda: plain.generate(prompts, new),
+        PLAIN: lambda: plain.generate(prompts, shape.new),
         GENERATION: in_a_block,
-        PER_LAYER: lambda: engine.module.generate(prompts, new),
-        STATE_DICT: lambda: engine.module_state_dict(),
-        WHOLE: lambda: [None for _ in engine.weights()],
-        DELTA: delta,
-        STEP: engine.step,
-        STEP_DELTA: noting.step,
+        PER_LAYER: lambda: engine.module.generate(prompts, shape.new),
     }
     engine.eval()
+    cpu: dict[str, Series] = {name: [] for name in NAMES}
 
     def visit(name: str, number: int) -> list[float]:
-        if name in (STEP, STEP_DELTA):
-            train(engine if name == STEP else noting)
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         with torch.no_grad():
             acts[name]()
+        cpu[name].append([time.process_time() - worked])
         return [time.perf_counter() - start]
 
     for name in NAMES:
         visit(name, 0)
+        cpu[name].clear()
     series = interleave.run(NAMES, rounds, visit)
     engine.destroy()
-    noting.destroy()
-    return series, sizes_of_deltas
+    return series, cpu
 
 
-def main() -> None:
-    """Print seconds, ratios and the JSON line."""
-    print(interleave.heading())
-    pool = Pool()
-    by_rank = pool.run(measure, 2, (WIDTH, DEPTH, VOCABULARY), NEW, ROUNDS, limit=900, collective=120)
-    pool.stop()
-    found = {name: interleave.slowest([series[name] for series, _ in by_rank]) for name in NAMES}
+def report(run: Any, small: bool) -> tuple[list[Ratio], dict[str, Any]]:
+    """Measure, print tables, and return ratios and numbers. `run`: that of a pool of ranks."""
+    shape, ratios, about = SMALL if small else Shape(), list[Ratio](), dict[str, Any]()
+    ranks = run(measure, 2, shape, 1 if small else ROUNDS, limit=1500, collective=300)
+    ratios += _table("in shared memory", shape, ranks)
+    about["shared memory"] = vars(shape)
+    why = "not in the smallest sizes" if small else link.problem()
+    if why is not None:
+        print(f"\nNo link was limited: {why}.")
+    else:
+        ranks = link.run(behind_link, 2, BEHIND_LINKS, ROUNDS, rate=GBIT, limit=900)
+        ratios += _table("behind links of 1 Gbit/s", BEHIND_LINKS, ranks)
+        about["links"] = vars(BEHIND_LINKS)
+    return ratios, about
+
+
+def _table(where: str, shape: Shape, ranks: Any) -> list[Ratio]:
+    wall, cpu = (
+        {name: interleave.slowest([r[kind][name] for r in ranks]) for name in NAMES} for kind in (0, 1)
+    )
     rows = []
-    for name, series in found.items():
-        ms = [[1e3 * seconds for seconds in times] for times in series]
-        low, high = interleave.spread(ms)
-        rate = f"{NEW * BATCH / interleave.middle(series):.0f}" if name in NAMES[:3] else ""
-        rows.append([name, f"{interleave.middle(ms):.2f}", f"{low:.2f}-{high:.2f}", rate])
-    print("\n" + interleave.table(["on 2 ranks at stage 3, bf16", "ms", "range", "tokens/s a rank"], rows))
-    ratios = [
-        interleave.ratio(f"{GENERATION} / {PLAIN}", found[GENERATION], found[PLAIN], 1 / 0.95),
-        interleave.ratio(f"{GENERATION} / {PER_LAYER}", found[GENERATION], found[PER_LAYER], 1 / 5),
-        interleave.ratio(f"{WHOLE} / {STATE_DICT}", found[WHOLE], found[STATE_DICT]),
-        interleave.ratio(f"{STEP_DELTA} / {STEP}", found[STEP_DELTA], found[STEP]),
-    ]
-    print("\n" + interleave.table(interleave.RATIO_HEAD, [ratio.cells() for ratio in ratios]))
-    whole, *deltas = by_rank[0][1]
-    added = interleave.middle(found[STEP_DELTA]) - interleave.middle(found[STEP])
-    print(f"\nbytes: {whole} whole, {deltas[-1]} in the last delta; noting adds {1e3 * added:.2f} ms a step")
-    print("\n" + interleave.json_line(ratios, width=WIDTH, new=NEW, whole=whole, delta=deltas[-1]))
-
-
-if __name__ == "__main__":
-    main()
+    for name in NAMES:
+        rate = f"{shape.new * shape.batch / interleave.middle(wall[name]):.0f}"
+        rows.append([*interleave.cells(name, wall[name]), *interleave.cells(name, cpu[name])[1:], rate])
+    numel = sum(p.numel() for p in shape.model().parameters()) / 1e6
+    size = f"{shape.depth} layers, {numel:.1f}M parameters, {shape.new} tokens, batch {shape.batch}"
+    print(f"\n2 ranks {where}, stage 3, bf16: {size}\n")
+    print(interleave.table(["row", "ms", "range", "CPU ms", "range", "tokens/s a rank"], rows))
+    ratios = []
+    for kind, series in (("", wall), (", CPU time", cpu)):
+        ratios += [
+            interleave.ratio(
+                f"{GENERATION} / {PLAIN} {where}{kind}", series[GENERATION], series[PLAIN], 1 / 0.95
+            ),
+            interleave.ratio(
+                f"{GENERATION} / {PER_LAYER} {where}{kind}", series[GENERATION], series[PER_LAYER], 1 / 5
+            ),
+        ]
+    return ratios

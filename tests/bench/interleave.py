@@ -155,6 +155,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([text(lines[0]), rule + "|", *map(text, lines[1:])])
 
 
+def cells(name: str, series: Series) -> list[str]:
+    """A row of a table: the name, the median in milliseconds, and its range over the rounds."""
+    ms = [[1e3 * seconds for seconds in times] for times in series]
+    low, high = spread(ms)
+    return [name, f"{middle(ms):.2f}", f"{low:.2f}-{high:.2f}"]
+
+
 def json_line(ratios: Iterable[Ratio], **about: object) -> str:
     """The machine-readable end of a benchmark: every ratio, and what it was measured on. Strict JSON."""
     found = {r.name: r.as_json() for r in ratios}
