@@ -39,7 +39,7 @@ class Shape:
         return Language(self.depth, self.width, self.vocabulary).bfloat16()
 
 
-ROUNDS, SMALL, BEHIND_LINKS = 7, Shape(16, 1, 24, new=2), Shape(depth=6, new=8)
+ROUNDS, SMALL, BEHIND_LINKS = 7, Shape(16, 1, 24, new=2), Shape(depth=6, new=64)
 PLAIN, GENERATION, PER_LAYER = "the plain model", "engine.generation()", "gathered per layer"
 NAMES = [PLAIN, GENERATION, PER_LAYER]
 GBIT = 10**9

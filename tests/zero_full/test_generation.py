@@ -154,6 +154,20 @@ def test_memory_that_nobody_names_is_chosen_alike_and_whole_parameters_cost_no_f
         assert (kept[3] == 1) == (not shared) and kept[4] == 0 and calls[4] > 0
 
 
+def test_free_memory_of_a_device_has_what_the_allocator_has_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"get_memory_info": (1000, 2000), "memory_reserved": 700, "memory_allocated": 500}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
+    device = torch.device("cuda", 1)
+    assert [free for _, free in budget._free(device)] == [1200]
+
+    def refuses(device: Any) -> Any:
+        raise RuntimeError("this device has no such numbers")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuses)
+    assert list(budget._free(device)) == []
+
+
 def entered_at_stage_2(comm: Any) -> list[str]:
     engine = engine_of(2, "bf16")
     with engine.generation() as model:

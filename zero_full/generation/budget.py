@@ -10,6 +10,7 @@ there. Ranks exchange these numbers and choose the least, so that all of them ke
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -41,8 +42,10 @@ def _free(device: torch.device) -> Iterator[tuple[str, int]]:
     if device.type == "cpu":
         yield from ((limit.shared_by, limit.free) for limit in memory_limits(host))
     else:
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-        yield f"{host} {device}", torch.accelerator.get_memory_info(device)[0] + cached
+        with suppress(RuntimeError):  # not every kind of device reports its memory
+            free, _ = torch.accelerator.get_memory_info(device)
+            cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            yield f"{host} {device}", free + cached
 
 
 def _least(everyone: Sequence[Communicator], mine: list[tuple[str, int]]) -> int:
