@@ -3,6 +3,7 @@
 Nothing that is made here is committed. The other files of this folder say how each thing is made.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import messages
 import notebook_pages
 import places
 import recordings
+import redirects
 import search_entries
 import source_pages
 from mkdocs.exceptions import PluginError
@@ -33,6 +35,7 @@ from places import DOCS, ROOT, SiteError, relinked
 
 from lessons import repository
 
+EMPTY_HEAD = re.compile(r"<th( [^>]*)?></th>")  # the corner of a table heads no column
 made: set[str] = set()  # pages that code has written: their links are right already
 
 
@@ -57,7 +60,7 @@ def on_files(files: Files, config: Any) -> Files:
     except SiteError as error:
         raise PluginError(str(error)) from None
     made.update(pages)
-    for uri, content in {**pages, **scripts}.items():
+    for uri, content in {**pages, **scripts, **redirects.pages()}.items():
         files.append(File.generated(config, uri, content=content))
     files.append(File.generated(config, card.FILE, content=picture_of_all))
     for uri, path in pictures.items():
@@ -84,7 +87,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """A page says what it is about, to those who show links to it."""
     page.meta.setdefault("description", hosting.description(content))
-    return content
+    return EMPTY_HEAD.sub(r"<td\1></td>", content) + redirects.headings(page.url)
 
 
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:

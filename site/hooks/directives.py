@@ -2,6 +2,7 @@
 
 code: REFERENCE          lines of a source file (snippets.py says what a reference is)
 include: FILE            a text of the repository without its title, with links that are right here
+part: FILE               the same with its title, headings one level lower, and what it asks for itself
 api: zero_full.Engine    signature and docstring of a public name
 table: NAME              numbers of the papers, computed
 config: PART             keys, refused or schedules: the configuration reference
@@ -10,6 +11,7 @@ rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
 replay: NAME             what `python -m zero_full replay` prints of the recording site/records/NAME.json
+lanes: NAME              a picture of that recording's last step, a row for each rank
 records: NAMES           some of them, folded: what stands behind a chart
 chart: NAME              a sentence and bars: how long something takes beside its peers (charts.py)
 plot: NAME               another picture of what a record has (record_plots.py)
@@ -36,9 +38,10 @@ import notebook_pages
 import record_plots
 import recordings
 import snippets
-from places import ROOT, SiteError, relative, relinked
+from places import ROOT, SiteError, outside_code, relative, relinked
 
 DIRECTIVE = re.compile(r"^<!-- (\w+): (.+?) -->$", re.MULTILINE)
+HEADING = re.compile(r"^(#+ )", re.MULTILINE)
 CONFIG = {
     "keys": config_page.keys_by_section,
     "refused": config_page.refused_together,
@@ -53,6 +56,11 @@ MIGRATE = {"names": migrate_tables.same, "instead": migrate_tables.other}
 def _include(path: str, page: str) -> str:
     text = (ROOT / path).read_text()
     return relinked(text.partition("\n")[2].strip() + "\n", path, page)
+
+
+def _part(path: str, page: str) -> str:
+    text = outside_code((ROOT / path).read_text(), HEADING, r"#\1")
+    return expanded(relinked(text, path, page), page)
 
 
 def _table(name: str, page: str) -> str:
@@ -108,6 +116,7 @@ def _list(what: str, page: str) -> str:
 KINDS: dict[str, Callable[[str, str], str]] = {
     "code": snippets.render,
     "include": _include,
+    "part": _part,
     "api": api_pages.render,
     "table": _table,
     "config": _config,
@@ -116,6 +125,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "bench": _bench,
     "record": _record,
     "replay": recordings.replayed,
+    "lanes": recordings.lanes,
     "records": _records,
     "chart": charts.render,
     "plot": record_plots.render,

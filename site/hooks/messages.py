@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from places import DOCS, ROOT, SiteError, relative
+from places import DOCS, ROOT, SiteError, page_of, relative
 
-PAGES = ("guide/troubleshooting.md", "guide/refused.md", "guide/metrics.md")  # all of their blocks
+SOURCES = ("guide/errors/symptoms.md", "guide/errors/refused.md", "guide/metrics.md")  # all of their blocks
 TABLES = ("guide/configuration.md",)
 BLOCK = re.compile(r"^```text\n(.*?)^```$", re.M | re.S)
 TABLE = re.compile(r"(?<=^\| the message says \| do \|\n\|---\|---\|\n)(?:^\|.*\n)+", re.M)
@@ -37,19 +37,20 @@ class Message:
 @cache
 def quoted() -> tuple[Message, ...]:
     """All messages, in the order of the pages; an error if two have one anchor."""
-    found = [each for page in (*PAGES, *TABLES) for each in _of((ROOT / DOCS / page).read_text(), page)]
+    found = [each for file in (*SOURCES, *TABLES) for each in _of((ROOT / DOCS / file).read_text(), file)]
     anchors = [message.anchor for message in found]
     if twice := {anchor for anchor in anchors if anchors.count(anchor) > 1}:
-        raise SiteError(f"{', '.join(PAGES)}: messages begin alike: {', '.join(sorted(twice))}")
+        raise SiteError(f"{', '.join(SOURCES)}: messages begin alike: {', '.join(sorted(twice))}")
     return tuple(found)
 
 
-def _of(text: str, page: str) -> Iterator[Message]:
+def _of(text: str, file: str) -> Iterator[Message]:
+    page = page_of(DOCS + file) or file
     for section in re.split(r"^(?=## )", text, flags=re.M)[1:]:
         title = section.partition("\n")[0].removeprefix("## ")
         lines = [line for block in BLOCK.findall(section) for line in block.splitlines()]
         cells = [cell for table in TABLE.findall(section) for cell in CELL.findall(table)]
-        yield from (Message(page, title, text) for text in (lines if page in PAGES else cells))
+        yield from (Message(page, title, text) for text in (lines if file in SOURCES else cells))
 
 
 def anchored(text: str, page: str) -> str:
@@ -57,6 +58,8 @@ def anchored(text: str, page: str) -> str:
     anchors = {message.text: message.anchor for message in quoted() if message.page == page}
 
     def lines(block: "re.Match[str]") -> str:
+        if not anchors.keys() >= set(block[1].splitlines()):
+            return block[0]  # an example, and no messages
         shown = [
             f'<span class="message" id="{anchors[line]}">{html.escape(line)}</span>'
             for line in block[1].splitlines()
@@ -66,9 +69,7 @@ def anchored(text: str, page: str) -> str:
     def cells(table: "re.Match[str]") -> str:
         return CELL.sub(lambda cell: f'| <span id="{anchors[cell[1]]}"></span>`{cell[1]}`', table[0])
 
-    if page in TABLES:
-        return TABLE.sub(cells, text)
-    return BLOCK.sub(lines, text) if page in PAGES else text
+    return TABLE.sub(cells, BLOCK.sub(lines, text)) if anchors else text
 
 
 def index(_: str, page: str) -> str:

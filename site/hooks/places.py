@@ -12,12 +12,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "site/docs/"
 CODE = ("zero_min", "zero_full")  # packages whose files have a page each
+PARTS = {  # of a page, which includes them; and where each begins there, if that is not the page's beginning
+    "site/docs/guide/first_gpu_run.md": ("benchmarks/gpu.md", ""),
+    "site/docs/guide/configuration.md": ("configuration.md", ""),
+    "site/docs/guide/errors/symptoms.md": ("guide/troubleshooting.md", "#symptoms"),
+    "site/docs/guide/errors/refused.md": ("guide/troubleshooting.md", "#steps-that-are-refused"),
+    "site/docs/guide/errors/between_steps.md": (
+        "guide/troubleshooting.md",
+        "#what-you-may-do-between-steps",
+    ),
+}
 NAMED = {
     "README.md": "index.md",
     "lessons/README.md": "lessons/index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "site/docs/guide/first_gpu_run.md": "benchmarks/gpu.md",  # which includes it
 }
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]* *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<rest>[^)]*)\)")
@@ -31,6 +40,8 @@ def page_of(path: str) -> str | None:
     """The page, or the file beside pages, that shows this file of the repository."""
     if path in NAMED:
         return NAMED[path]
+    if path in PARTS:
+        return PARTS[path][0]
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
     first, _, rest = path.partition("/")
@@ -83,7 +94,8 @@ def relinked(text: str, home: str, page: str) -> str:
             if path.startswith(DOCS):
                 return link[0]  # a page that is made during the build, or a mistake that mkdocs reports
             raise SiteError(f"{home} links to {target}, and no page of the site shows {path}")
-        return f"{link['text']}({relative(there, page)}{link['anchor'] or ''}{link['rest']})"
+        anchor = link["anchor"] or PARTS.get(path, ("", ""))[1]
+        return f"{link['text']}({relative(there, page)}{anchor}{link['rest']})"
 
     return outside_code(text, LINK, moved)
 

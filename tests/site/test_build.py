@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import notebook_pages
 import pytest
+import redirects
 
 from lessons.registry import LESSONS
 from tests import rotation
@@ -64,8 +66,9 @@ def read(path: Path) -> Page:
 
 
 def pages(site: Path) -> Iterator[Path]:
-    """All but the one that a server shows at any address, whose links are absolute."""
-    return iter(sorted(page for page in site.rglob("*.html") if page != site / "404.html"))
+    """All but those that only lead to others, and the one that a server shows at any address."""
+    others = {site / page for page in ("404.html", *redirects.PAGES)}
+    return iter(sorted(page for page in site.rglob("*.html") if page not in others))
 
 
 def dead(site: Path, page: Path, target: str) -> str:
@@ -85,6 +88,21 @@ def dead(site: Path, page: Path, target: str) -> str:
 def test_links_and_anchors_lead_somewhere(site: Path) -> None:
     wrong = [dead(site, page, target) for page in pages(site) for target in read(page).links]
     assert not list(filter(None, wrong))
+
+
+def test_old_addresses_lead_to_pages_and_headings_that_exist(site: Path) -> None:
+    for old, new in redirects.PAGES.items():
+        assert read(site / old).links and not dead(site, site / old, read(site / old).links[0])
+        assert not dead(site, site / "index.html", new)
+    for page, headings in redirects.HEADINGS.items():
+        for old, new in headings.items():
+            assert old not in read(site / page).ids, f"{page} has the heading {old} again"
+            assert not dead(site, site / page if new.startswith("#") else site / "index.html", new)
+
+
+def test_a_redirect_to_a_heading_that_is_gone_is_noticed(site: Path) -> None:
+    assert "no such anchor" in dead(site, site / "index.html", "zero_full.html#precision")
+    assert "does not exist" in dead(site, site / "index.html", "guide/gone.html")
 
 
 def test_pages_load_only_files_of_the_site(site: Path) -> None:
@@ -176,11 +194,12 @@ def test_every_key_and_every_public_name_is_documented(site: Path) -> None:
 def test_every_message_that_the_guide_explains_has_an_anchor_and_is_in_the_index(site: Path) -> None:
     import messages
 
-    listed = read(site / "guide" / "messages.html").links
+    index = "guide/troubleshooting.html"
+    listed = read(site / index).links
     for message in messages.quoted():
         page = site / message.page.replace(".md", ".html")
         assert message.anchor in read(page).ids
-        assert f"{page.name}#{message.anchor}" in listed
+        assert f"{posixpath.relpath(page, (site / index).parent)}#{message.anchor}" in listed
     assert len(messages.quoted()) > 50
 
 
