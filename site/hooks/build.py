@@ -87,6 +87,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """A page says what it is about, to those who show links to it."""
     page.meta.setdefault("description", hosting.description(content))
+    if page.file.src_uri.startswith("guide/"):
+        page.meta.setdefault("search", {"boost": search_entries.GUIDE})
     return EMPTY_HEAD.sub(r"<td\1></td>", content) + redirects.headings(page.url)
 
 

@@ -283,6 +283,28 @@ def test_a_field_that_makes_no_sense_is_named(open_page: Open, fields: dict[str,
     assert told(page) == [] and not page.is_visible(".numbers"), "an older answer is gone"
 
 
+def test_a_link_opens_the_page_with_the_same_answer(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    assert "#" not in page.url, "nothing is asked yet"
+    for fields in (
+        {"preset": "GPT-2, XL", "ranks": 12, "precision": "fp32", "optimizer": "lion", "stage": 3},
+        {"known": "count", "count": "7.5B", "batch": 3, "microBatches": 4, "stage": 1},
+        {"offload": True},
+    ):
+        fill(page, **fields)
+        shown, url = page.inner_text("#calculator-result"), page.url
+        other = open_page(f"calculator.html#{url.partition('#')[2]}")
+        assert other.inner_text("#calculator-result") == shown
+        other.context.close()
+    page.click("[name=copy]")
+    page.wait_for_function("document.querySelector('.share [role=status]').textContent")
+    wrong = open_page("calculator.html#known=shape&stage=7&layers=0&precision=fp8")
+    assert "layers: give a whole number" in wrong.inner_text(".answer")
+    assert wrong.is_checked("[name=stage][value='2']") and wrong.input_value("[name=precision]") == "mixed"
+    anchor = open_page("calculator.html#numbers")
+    assert anchor.url.endswith("#numbers") and "parameters" in anchor.inner_text(".answer")
+
+
 def test_counts_can_be_written_as_people_write_them(open_page: Open) -> None:
     page = open_page("calculator.html")
     fill(page, known="count")

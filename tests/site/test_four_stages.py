@@ -167,6 +167,24 @@ def test_a_picture_has_the_page_s_colours_and_the_moment_s_name(open_page: Open,
         assert kinds <= {colour for _, colour in seen}
 
 
+CUT = """() => {
+  const place = document.createElement("div")
+  place.innerHTML = zeroFourStagesPage.poster()
+  document.body.append(place)
+  const outside = [...place.querySelectorAll("svg svg")].flatMap(svg => [...svg.querySelectorAll("text")]
+    .filter(text => {
+      const box = text.getBBox(), whole = svg.viewBox.baseVal
+      return box.x < 0 || box.y < 0 || box.x + box.width > whole.width || box.y + box.height > whole.height
+    }).map(text => text.textContent))
+  place.remove()
+  return outside
+}"""
+
+
+def test_no_word_or_number_of_a_saved_picture_is_cut_off(open_page: Open) -> None:
+    assert open_page("index.html", **STOPPED).evaluate(CUT) == []
+
+
 def test_it_offers_the_gif(site: Any, open_page: Callable[..., Any]) -> None:
     page = open_page("index.html", **STOPPED)
     link = page.get_attribute("#four-stages a[download]", "href")

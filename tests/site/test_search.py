@@ -19,7 +19,6 @@ ERRORS = "guide/troubleshooting.html"
 WANTED = {  # what is typed -> the page that must be among the first three
     "save_checkpoint": "guide/checkpoints.html",
     "load_checkpoint": "guide/checkpoints.html",
-    "OOM": ERRORS,
     "NaN": ERRORS,
     "hang": ERRORS,
     "resume": "guide/checkpoints.html",
@@ -48,15 +47,17 @@ WANTED = {  # what is typed -> the page that must be among the first three
     "multi node": "guide/launch.html",
     "stage 3 slow": ERRORS,
     "muon": "guide/optimizers.html",
+    "throughput": "guide/metrics.html",
+    "bf16 master weights": "guide/precision.html",
     "gradient accumulation": "guide/loop.html",
 }
 THE_FIRST = {  # what is typed -> the page that must be the first
-    "zero3": "stage_3.html",
-    "lightning": "guide/lightning.html",
-    "throughput": "guide/metrics.html",
-    "bf16 master weights": "guide/precision.html",
     "out of memory": ERRORS,
     "CUDA out of memory": ERRORS,
+    "OOM": ERRORS,
+    "stage 3": "stage_3.html",
+    "zero3": "stage_3.html",
+    "lightning": "guide/lightning.html",
 }
 FIRST = """([page, n]) => [...document.querySelectorAll('.md-search-result__item')].slice(0, n)
     .some(item => item.querySelector('a').href.includes('/' + page))"""

@@ -39,6 +39,40 @@ const zeroCalculatorPage = (() => {
     return { ...state, shape: Object.fromEntries(SHAPE.map((name) => [name, number(name)])) }
   }
 
+  // A link has the form's values, and opens the page with them.
+  const NUMBERS = ["ranks", "batch", "microBatches"], CHOICES = ["known", "precision", "optimizer", "stage"]
+
+  function address() {
+    const known = form.elements.known.value, model = known === "count" ? ["count"] : SHAPE
+    const fields = [...CHOICES, ...model, ...NUMBERS].map((name) => [name, form.elements[name].value])
+    const offload = form.elements.offload.checked ? [["offload", "1"]] : []
+    return `#${new URLSearchParams([...fields, ...offload])}`
+  }
+
+  function readAddress() {
+    const given = new URLSearchParams(location.hash.slice(1))
+    if (!given.has("known")) return false // a heading of this page, or nothing
+    form.elements.offload.checked = false
+    fixToOffload(false)
+    for (const name of [...SHAPE, "count", ...NUMBERS]) if (given.has(name)) form.elements[name].value = given.get(name)
+    for (const name of CHOICES) {
+      const field = form.elements[name], options = [...(field.options || field)].map((option) => option.value)
+      if (options.includes(given.get(name))) field.value = given.get(name)
+    }
+    form.elements.offload.checked = given.get("offload") === "1"
+    form.elements.preset.value = ""
+    return true
+  }
+
+  function copy() {
+    const told = find(".share [role=status]")
+    const done = () => (told.textContent = "Copied.")
+    const failed = () => (told.textContent = "The browser does not allow it: copy the address of this page.")
+    history.replaceState(null, "", address())
+    if (navigator.clipboard) navigator.clipboard.writeText(location.href).then(done, failed)
+    else failed()
+  }
+
   function problemOf({ shape, count }) {
     const asked = [...form.elements].filter((field) => field.willValidate && !field.closest("[hidden]"))
     const wrong = asked.find((field) => !field.checkValidity())
@@ -298,6 +332,7 @@ const zeroCalculatorPage = (() => {
     const text = code(state)
     find(".check").hidden = !text
     find(".check code").textContent = text
+    find(".share [role=status]").textContent = ""
   }
 
   function fill() {
@@ -345,12 +380,16 @@ const zeroCalculatorPage = (() => {
     if (event.target.name === "preset") usePreset()
     else if ([...SHAPE, "known", "count"].includes(event.target.name)) form.elements.preset.value = ""
     update()
+    history.replaceState(null, "", address())
   }
 
   fill()
+  readAddress()
   form.addEventListener("input", changed)
   form.addEventListener("submit", (event) => event.preventDefault())
   find("[name=zoom]").addEventListener("input", update)
+  find("[name=copy]").addEventListener("click", copy)
+  window.addEventListener("hashchange", () => readAddress() && update())
   window.addEventListener("resize", update)
   update()
   return { read, columnsOf, code }

@@ -24,7 +24,7 @@ const zeroFourStagesPage = (() => {
     <rect width="6" height="6" fill="var(--parameters)"/><rect width="2.4" height="6" fill="var(--md-default-bg-color)"/></pattern></defs>`
 
   function layout(width) {
-    const narrow = width < 560, left = narrow ? 19 : 24, gap = narrow ? 7 : 22
+    const narrow = width < 560, left = narrow ? 19 : width > 1000 ? 30 : 24, gap = narrow ? 7 : 22
     const panel = (width - left - 3 * gap) / 4, meter = Math.round(panel * 0.28)
     const high = narrow ? 180 : width > 1000 ? 320 : 210, size = narrow ? 12 : width > 1000 ? 18 : 14
     const line = Math.round(1.17 * size), top = 2 * line + size + 8, floor = top + high

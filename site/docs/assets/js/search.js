@@ -7,7 +7,11 @@ const WEAK = new Set(
   "our own rather said say says see she should since so some than that the their them then there these they this " +
   "to too us was were what when where which while who whom why will with would yet you your").split(" "))
 
-function wordsOf(typed) {
+// Other people's names for what has another name here.
+const NAMES = [[/\bzero[-_ ]?([0-3])\b/gi, "stage $1"], [/\bmulti[-_ ]?nodes?\b/gi, "several nodes"]]
+
+function wordsOf(asked) {
+  const typed = NAMES.reduce((text, [name, here]) => text.replace(name, here), asked)
   const words = typed.match(/[\p{L}\p{N}_]+/gu) || []
   const telling = words.filter(word => !WEAK.has(word.toLowerCase()))
   const long = telling.filter(word => word.length > 2 && !/^\d+$/.test(word))
