@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import peer_chart
 from places import SiteError
 from ratio_charts import Chart, Group, Row, Series, drawn
 
@@ -176,6 +177,7 @@ FILES = Chart(
     "as long as the other takes",
 )
 
+PEERS = "peers"  # no ratios
 CHARTS = {
     "step": STEP,
     "added": ADDED,
@@ -191,6 +193,8 @@ CHARTS = {
 
 def render(name: str, page: str) -> str:
     """A chart and its sentence, as a part of a page."""
+    if name == PEERS:
+        return peer_chart.drawn()
     if name not in CHARTS:
-        raise SiteError(f"{page} asks for a chart of {name}; there are {', '.join(CHARTS)}")
+        raise SiteError(f"{page} asks for a chart of {name}; there are {', '.join((PEERS, *CHARTS))}")
     return drawn(CHARTS[name])

@@ -1,7 +1,7 @@
 """What the search knows beside the headings of pages: messages that the guide explains, and keys.
 
-Each is the title of an entry of its own, so that a pasted message or a typed key leads to its line. A page of the
-guide stands above a single key: who types "nvme" wants to know how, and then which key.
+Each is the title of an entry of its own, so that a pasted message or a typed key leads to its line. A page of
+the guide stands above a single key: who types "nvme" wants to know how, and then which key.
 """
 
 from collections.abc import Iterator

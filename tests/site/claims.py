@@ -52,7 +52,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # how pages name it -> a configuration 
 }
 NO_GPU = re.compile(
     r"\b[Nn]o GPU\b[^.,]*\b(?:yet|run|used)\b|\bGPU runs: none yet\b|\bGPUs?\b[^.]*\bnot yet tried\b"
-    r"|\b(?:[Nn]othing|[Nn]either|[Nn]ot) [^.]*\b(?:run|tried|measured)\b[^.]*\bGPUs?\b|\bCPUs only\b"
+    r"|\b(?:[Nn]o|[Nn]othing|[Nn]either|[Nn]ot) [^.]*\b(?:run|tried|measured)\b[^.]*\bGPUs?\b|\bCPUs only\b"
 )
 GPU = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 STATE = re.compile(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \|$", re.M)

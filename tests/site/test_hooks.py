@@ -24,6 +24,7 @@ import lesson_pages
 import migrate_tables
 import museum_page
 import notebook_pages
+import peer_chart
 import places
 import ratio_charts
 import record_plots
@@ -358,3 +359,17 @@ def test_a_mistake_without_a_record_stops_the_build(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(museum, "recorded", dict)
     with pytest.raises(places.SiteError, match=r"python -m lessons\.museum"):
         museum_page.render("all", "museum.md")
+
+
+def test_the_readme_s_table_has_the_record_s_numbers() -> None:
+    assert "\n".join(peer_chart.markdown()) in (ROOT / "README.md").read_text()
+
+
+def test_a_record_without_a_peer_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = ROOT / "site" / "records" / f"{peer_chart.RECORD}.md"
+    other = tmp_path / "site" / "records" / record.name
+    other.parent.mkdir(parents=True)
+    other.write_text(record.read_text().replace("| FSDP2 ", "| FSDP3 ", 1))
+    monkeypatch.setattr(peer_chart, "ROOT", tmp_path)
+    with pytest.raises(SiteError, match="lacks the rows FSDP2"):
+        peer_chart.rows()
