@@ -12,7 +12,7 @@ import messages
 from places import url_of
 
 MESSAGE = 2  # below a page with a searched word in its title, above one with some of a message's
-KEY = 0.5
+KEY = 1
 GUIDE = 1.5  # where a page does not say something else
 KEYS = "configuration.md"
 
