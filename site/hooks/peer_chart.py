@@ -97,7 +97,9 @@ def markdown() -> Iterator[str]:
     yield "| sharded over the ranks | zero_full | DeepSpeed | torch |"
     yield "|---|---|---|---|"
     for stage, (group, names) in enumerate(GROUPS.items()):
-        torchs = next((name for name in names if name.partition(" ")[0] not in ("zero_full", "DeepSpeed")), "")
+        torchs = next(
+            (name for name in names if name.partition(" ")[0] not in ("zero_full", "DeepSpeed")), ""
+        )
         cells = [
             f"{name}{known[row].ms} ms, {known[row].held} B" if row else "-"
             for name, row in (

@@ -314,7 +314,7 @@ def test_a_chart_s_sentence_has_the_record_s_numbers() -> None:
 
 
 def test_a_chart_of_what_is_not_recorded_stops_the_build() -> None:
-    with pytest.raises(places.SiteError, match=r"cpu\.md asks for a chart of nothing; there are step"):
+    with pytest.raises(places.SiteError, match=r"cpu\.md asks for a chart of nothing; there are peers"):
         charts.render("nothing", "cpu.md")
     series, row = [ratio_charts.Series("", "hooks")], ratio_charts.Row("", "stage 3 alone / 25 us")
     for says, rows, message in (
@@ -362,14 +362,14 @@ def test_a_mistake_without_a_record_stops_the_build(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_readme_s_table_has_the_record_s_numbers() -> None:
-    assert "\n".join(peer_chart.markdown()) in (ROOT / "README.md").read_text()
+    assert "\n".join(peer_chart.markdown()) in (places.ROOT / "README.md").read_text()
 
 
 def test_a_record_without_a_peer_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = ROOT / "site" / "records" / f"{peer_chart.RECORD}.md"
+    record = places.ROOT / "site" / "records" / f"{peer_chart.RECORD}.md"
     other = tmp_path / "site" / "records" / record.name
     other.parent.mkdir(parents=True)
     other.write_text(record.read_text().replace("| FSDP2 ", "| FSDP3 ", 1))
     monkeypatch.setattr(peer_chart, "ROOT", tmp_path)
-    with pytest.raises(SiteError, match="lacks the rows FSDP2"):
+    with pytest.raises(places.SiteError, match="lacks the rows FSDP2"):
         peer_chart.rows()
