@@ -121,11 +121,17 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Let the next step clip the gradients to `max_norm`, and return their norm before."""
+        """Let the next step clip the gradients to `max_norm`, and return their norm before.
+
+        After an earlier call for the same step that is the norm that they will have after its clipping.
+        """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type {norm_type} is not supported with zero_full, which clips the 2-norm")
+        chosen = optimizer.gradients.next_clip
         optimizer.clip_next_step(float(max_norm))
         norm = optimizer.grad_norm()
+        if chosen and isfinite(norm):
+            norm = min(norm, chosen)
         if error_if_nonfinite and not isfinite(norm):
             raise RuntimeError(
                 f"the norm of the gradients is {norm}, so they cannot be clipped. Pass "

@@ -160,7 +160,7 @@ def _find_together(
     owner = owner_of(param)
     _, member = owner.parts.places.get(param, (None, None)) if owner is not None else (None, None)
     if owner is not None and member is not None:
-        owner.on_every_rank(f"{call} of {member.name}")
+        owner.on_every_rank(f"{call} of {member.name}", across_parts=False)
     return _find(param, needs_state=needs_state, reads=reads)
 
 

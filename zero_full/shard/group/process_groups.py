@@ -52,7 +52,8 @@ class Groups:
     traffic: Traffic
     communicators: list[Communicator]  # all of them
     opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
-    user_calls: list[UserCalls]  # of the `shard` and `across` ranks
+    user_calls: list[UserCalls]  # of the `shard` and `across` ranks, which have the same parameters
+    calls_across_parts: list[UserCalls]  # of the ranks of `across_parts`
     is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
 
     def close(self) -> None:
@@ -167,7 +168,20 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     ranks = dense.shard.size * dense.across.size
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
     user_calls = [UserCalls(each, made) for each in (dense.shard, dense.across) if each.store is not None]
+    parts = [each for each in (tensor, pipe) if each is not None and each.store is not None]
+    across_parts = [UserCalls(each, made) for each in parts]
     traffic, is_copy = connection.traffic, topology.is_copy
     return Groups(
-        dense, expert, between_experts, tensor, pipe, ranks, traffic, made, opened, user_calls, is_copy
+        dense,
+        expert,
+        between_experts,
+        tensor,
+        pipe,
+        ranks,
+        traffic,
+        made,
+        opened,
+        user_calls,
+        across_parts,
+        is_copy,
     )

@@ -313,6 +313,11 @@ class GradientReducer:
         self.wait_for_end = False
         if self.gradients.shown:  # autograd must not accumulate into placeholders
             self.lift_placeholders()
+        if self.unbuffered and self.state.next_clip is not None:
+            # User code has cleared all gradients that the norm was chosen for. One of this pass may be there.
+            cleared = sum(member.param.grad is None for member in self.used)
+            if cleared and cleared >= len(self.used) - by_gradient:
+                self.state.forget()
         if self.sleepers:
             self.wake_unfrozen()
         self.launched.clear()
@@ -584,11 +589,15 @@ class GradientReducer:
                 self.began = self.unreduced = True
             self._take_unnoticed()
         with without_overrides():
-            for group in self.unbuffered:  # as in torch, also gradients that user code has put there
+            for group in self.unbuffered:  # as in torch, also gradients that user code has put there or cleared
                 for member in group.members:
-                    if member.param.grad is not None and member not in self.used:
+                    if member.param.grad is None:
+                        self.used.discard(member)
+                    elif member not in self.used:
                         self.used.add(member)
                         self.began = True
+        if self.unbuffered and not self.used:
+            self.state.forget()
 
     def drop(self, members: Iterable[Member]) -> None:
         """Set gradients that user code has cleared to zero."""

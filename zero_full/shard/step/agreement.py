@@ -2,9 +2,10 @@
 
 One vector is summed over the ranks (all-reduce) and read once by the host. It has these parts:
 
-    squares    two numbers. First the sum of squares of the gradients that this rank owns; if the total is
+    squares    three numbers. First the sum of squares of the gradients that this rank owns; if the total is
                inf or NaN, so is a gradient of some rank, so the norm is the overflow check. Then the number
-               of slices that are not finite, of those that do not enter the norm
+               of slices that are not finite, of those that do not enter the norm. Then the squares of
+               gradients that all `tensor` ranks have: see [Note: parts of a model]
     stops      ranks that have received a signal to stop
     alarms     ranks that know of failed background work
     late       groups with gradients that arrived after their reduction. They are reduced, then the exchange
@@ -22,18 +23,22 @@ One vector is summed over the ranks (all-reduce) and read once by the host. It h
 Squares are summed over the `shard` group only, because replicas (`across`) own the same averaged slices.
 Gradients that are not averaged differ between replicas: their squares are summed over all ranks, and the norm
 is the root of the mean over the ranks.
+
+Ranks that hold different parts of the model add up squares and ranks only, and compare less: see
+[Note: parts of a model].
 """
 
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_full.comm.topology import this_rank
 from zero_full.errors import DisagreementError
 from zero_full.optim.step import copy_on
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
@@ -43,8 +48,8 @@ from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member, placeholder_scalar
 from zero_full.shard.group.process_groups import Groups, Pair
 
-SQUARES = 2  # numbers about slices, at the front of the vector; the others are about ranks
-STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 6, 8, 10, 11  # offsets
+SQUARES = 3  # numbers about slices, at the front of the vector; the others are about ranks
+REPEATED, STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 6, 7, 9, 11, 12  # offsets
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 SLICE_BITS = 16  # fewer, because the sum of these hashes over the `shard` group is squared
 NOTHING = "nothing"
@@ -75,6 +80,11 @@ class Said:
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank cannot step, and may have no valid gradients."""
+        return bool(self.doings) and self.doings[-1][0] == ERROR
+
 
 @dataclass(frozen=True)
 class Agreed:
@@ -98,8 +108,13 @@ class Agreement:
         if groups.expert is not None:
             experts = [group for group in trained if group.kind.expert]
             self.sides.append(_Side(groups.expert, experts))
-        parts = any(each.size > 1 for each in groups.across_parts)
-        self.has_peers = parts or any(side.has_peers for side in self.sides)
+        self.parts: PartsAgreement | None = None
+        if any(each.size > 1 for each in groups.across_parts):
+            self.parts = PartsAgreement(groups)
+        if groups.tensor is not None and groups.tensor.size > 1:
+            for side in self.sides:
+                side.repeated = [group for group in side.groups if not group.kind.is_split]
+        self.has_peers = self.parts is not None or any(side.has_peers for side in self.sides)
 
     def exchange(self, said: Said) -> Agreed:
         """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
@@ -110,8 +125,10 @@ class Agreement:
             return Agreed(None, said.used, said.stops, said.alarm, said.late > 0, is_changed)
         groups, sides = self.groups, self.sides
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
-        counts = needs_norm and (not said.doings or said.doings[-1][0] != ERROR)
-        squared, poison, stops, alarms, late, changed, *rest = self._add_up(said, counts, exactly=False)
+        counts = needs_norm and not said.failed
+        squared, poison, _, stops, alarms, late, changed, *rest = self._add_up(said, counts, exactly=False)
+        if self.parts is not None and self.parts.differ:
+            self._raise_together(self.parts, rest, said)
         used: set[Member] = set()
         for side in sides:  # first: it raises on ranks that need the norm and on others, if they disagree
             used |= side.read(rest[: side.length], said)
@@ -125,10 +142,25 @@ class Agreement:
         norm = float("nan") if poison else float(squared / ranks) ** 0.5
         return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
+    def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], said: Said) -> None:
+        """Raise on every rank what ranks of any part of the model disagree about. Every rank must call this.
+
+        rest  marks and flags of this rank's part, by side
+        """
+        problems = parts.problems()
+        for side in self.sides:
+            try:
+                side.read(rest[: side.length], said)
+            except (DisagreementError, RuntimeError) as error:
+                problems.append(str(error))
+            rest = rest[side.length :]
+        if told := gather_messages(self.groups, problems, "where ranks diverge"):
+            raise DisagreementError("; ".join(sorted(told)))
+
     def _add_up(self, said: Said, counts: bool, exactly: bool) -> list[float]:
         """Return all ranks' squares, stops, alarms, late and changed groups, then marks and flags by side."""
         groups = self.groups
-        if len(self.sides) == 1 and groups.tensor is None and groups.pipe is None:
+        if len(self.sides) == 1 and self.parts is None:
             total = self.sides[0].add_up(said, counts, exactly)
         else:
             vectors = [side.add_up(said, counts, exactly) for side in self.sides]
@@ -138,10 +170,17 @@ class Agreement:
             if groups.between_experts is not None:
                 groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
             head = torch.cat([squares.sum(0), vectors[0][STOPS:MARKS]])  # every rank has the dense side
-            for parts in groups.across_parts:
-                parts.sum_numbers(head, "squared gradient norm")
+            if self.parts is not None:
+                diverges = torch.stack(
+                    [side.diverges(vector) for side, vector in zip(self.sides, vectors, strict=True)]
+                )
+                head = self.parts.add_up(head, diverges.any(), said.doings)
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
+            if self.parts is not None:
+                total = torch.cat([total, self.parts.flags])
         numbers: list[float] = total.tolist()
+        if self.parts is not None:
+            self.parts.diverging, self.parts.differing, self.parts.batches = numbers[-3:]
         return numbers
 
 
@@ -153,6 +192,7 @@ class _Side:
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for group in groups for member in group.members]
         self.length = FLAGS - MARKS + len(self.members)
+        self.repeated: Sequence[TrainedGroup] = ()  # of parameters that all `tensor` ranks have whole
         released = [group for group in groups if group.parameters.released_at_rest]
         kinds = {(g.parameters.dtype, g.kind.device) for g in released if g.kind.device.type != "meta"}
         self.absent = [placeholder_scalar(*kind) for kind in kinds]
@@ -172,7 +212,7 @@ class _Side:
                 mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
         mark = _mark_of(doings, MARK_BITS)
         gradients, apart, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
-        numbers = [squares, poison, float(said.stops), float(said.alarm), float(said.late), 0.0]
+        numbers = [squares, poison, 0.0, float(said.stops), float(said.alarm), float(said.late), 0.0]
         numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
         numbers.extend(map(float, map(said.used.__contains__, self.members)))
         vector = numbers_on(self.home, numbers)
@@ -184,6 +224,8 @@ class _Side:
             vector[0] += squared_norm(gradients, self.device, exactly)
             if apart:
                 vector[1] += ~all_finite(apart, self.device)
+        if self.repeated and not said.failed:
+            vector[REPEATED] += squares_of(self.repeated, self.device)
         what = "norm and parameters in use"
         pair.shard.sum_numbers(vector, what)
         if pair.across.size > 1:
@@ -211,6 +253,13 @@ class _Side:
                     poison += not isfinite(squared)
         return gradients, apart, squares, poison
 
+    def diverges(self, vector: Tensor) -> Tensor:
+        """Return on the device whether `read` raises, or compares parameters, on the ranks of this pair."""
+        ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
+        marks, squared, slices, squared_slices, spoilt = vector[MARKS:FLAGS]
+        differs = (ranks * squared != marks.square()) | (spoilt > 0)
+        return differs | (copies * squared_slices != slices.square()) if copies > 1 else differs
+
     def read(self, numbers: Sequence[float], said: Said) -> set[Member]:
         """Return the parameters with a gradient on any rank. Raise if ranks are about to diverge."""
         marks, squared, slices, squared_slices, spoilt = numbers[:5]
@@ -228,18 +277,13 @@ class _Side:
 
     def _look_closer(self, doings: Doings) -> None:
         """Gather the planned actions of all ranks, and raise DisagreementError with those that differ."""
-        everyones = self.pair.gather_objects(dict(doings), "what ranks would do")
-        keys = list(dict.fromkeys(key for each in everyones for key in each))
-        differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
+        everyones = dict(self.pair.gather_objects((this_rank(), dict(doings)), "what ranks would do"))
+        differing = _differing(everyones)
         if differing == [WRITTEN]:
             # Some ranks may have written and restored the same values, such as rank 0 to evaluate.
             self._compare_parameters()
             return
-        told = "; ".join(
-            f"{key}: "
-            + ", ".join(f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in enumerate(everyones))
-            for key in differing
-        )
+        told = _by_key(differing, everyones)
         remedy = REMEDY if all(key.endswith(BY_HAND) for key in differing) else ALIKE
         raise DisagreementError(f"the ranks would not take the same step: {told}. {remedy}")
 
@@ -273,6 +317,124 @@ class _Side:
                 "ranks only, or with different values. Write the same values on every rank, or write inside "
                 "zero_full.GatheredParameters(parameters, modifier_rank=0)"
             )
+
+
+# Ranks that hold different parts of the model ----------------------------------------------------
+
+TOLERANCE = 0.005  # of squared norms, from their mean; kernels that add in any order differ by far less
+EVERYWHERE = (
+    "loss scale",
+    "gradient clipping",
+    "a backward pass before the step",
+    "signals watched",
+    ERROR,
+)
+SAME_BATCH = (
+    "Then sums over these ranks mean nothing, and the parameters drift apart. Give all tensor-parallel ranks "
+    'the same batch (choose it by the rank in the mesh dimension "data"), and the same random numbers in '
+    "layers that are not cut"
+)
+
+
+class PartsAgreement:
+    """What ranks that hold different parts of the model compare in a step, beside the norm.
+
+    [Note: parts of a model] Each pair of process groups compares its own ranks. Here all others learn that
+    the ranks of a pair diverge, and what must be equal on all parts is compared: loss scale, clipping and
+    failures. Ranks of `tensor` have the same parameters, so their learning rates and other options are
+    compared, too. Pipeline stages may have their own.
+
+    Parameters that tensor parallelism has not cut have the same gradients on all `tensor` ranks, if these got
+    the same batch. So the squared norm of these gradients is compared, within a tolerance.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.ranks = prod(each.size for each in groups.across_parts)
+        self.has_stages = groups.pipe is not None and groups.pipe.size > 1
+        self.doings: dict[str, Any] = {}
+        self.repeated = torch.zeros(())  # squared norm of this rank's gradients that all `tensor` ranks have
+        self.flags = torch.zeros(3)  # on the device: the three numbers below
+        # All are equal on all ranks, and 0 if nothing is wrong.
+        self.diverging = 0.0  # parts with ranks that would not take the same step
+        self.differing = 0.0  # not 0: parts would not take the same step
+        self.batches = 0.0  # not 0: `tensor` ranks have different gradients
+
+    def add_up(self, head: Tensor, diverges: Tensor, doings: Doings) -> Tensor:
+        """Sum `head` over the parts, and compare them. Every rank must call this."""
+        self.doings = {key: value for key, value in doings if self._is_equal_everywhere(key)}
+        self.repeated = repeated = head[REPEATED].clone()
+        mark = torch.full_like(repeated, _mark_of([*self.doings.items()], MARK_BITS))
+        own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])
+        vector, what = torch.cat([head, own]), "squared gradient norm"
+        tensor, pipe = self.groups.tensor, self.groups.pipe
+        if tensor is not None:
+            tensor.sum_numbers(vector, what)
+            variance = tensor.size * vector[-1] - vector[-2].square()
+            vector[-1] = variance > (TOLERANCE * vector[-2]).square()  # False for inf and NaN
+        else:
+            vector[-1] = 0.0
+        if pipe is not None:
+            pipe.sum_numbers(vector, what)
+        differing = self.ranks * vector[-3] - vector[-4].square()
+        self.flags = torch.stack([vector[-5], differing, vector[-1]])
+        return vector[: head.numel()]
+
+    def _is_equal_everywhere(self, key: str) -> bool:
+        is_option = " of group " in key
+        return key in EVERYWHERE or key.startswith("call of ") or (is_option and not self.has_stages)
+
+    @property
+    def differ(self) -> bool:
+        """Whether any ranks disagree. Equal on all ranks."""
+        return bool(self.diverging or self.differing or self.batches)
+
+    def problems(self) -> list[str]:
+        """Describe on the ranks concerned what differs between parts. Every rank must call this."""
+        known, found = {this_rank(): (self.doings, float(self.repeated))}, list[str]()
+        for group in self.groups.across_parts:
+            gathered = group.gather_objects(known, "what ranks would do")
+            known = dict(sorted(item for some in gathered for item in some.items()))
+            norms = {rank: f"{squares**0.5:.4g}" for rank, (_, squares) in known.items()}
+            if self.batches and group is self.groups.tensor and len({*norms.values()}) > 1:
+                found.append(
+                    "tensor-parallel ranks have different gradients of parameters that are not cut: their "
+                    f"norm is {', '.join(f'{norm} (rank {rank})' for rank, norm in norms.items())}. "
+                    + SAME_BATCH
+                )
+        doings = {rank: each for rank, (each, _) in known.items()}
+        # If ranks of one part differ already, that part says which.
+        if (differing := _differing(doings)) and not self.diverging:
+            found.append(f"the ranks would not take the same step: {_by_key(differing, doings)}. {ALIKE}")
+        return found
+
+
+def squares_of(groups: Sequence[TrainedGroup], device: torch.device) -> Tensor:
+    """Return the sum of squares of this rank's averaged gradients of these groups."""
+    on_device, on_host = list[Tensor](), 0.0
+    for mine in (group.gradients for group in groups):
+        if not mine.is_down:
+            on_device += [each for each in mine.averaged_gradients() if each.layout is torch.strided]
+        elif mine.down is not None and mine.slice_is_valid:
+            on_host += mine.down.squared()
+    return squared_norm(on_device, device) + on_host
+
+
+def _differing(everyones: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the keys of what ranks would do differently."""
+    keys = dict.fromkeys(key for each in everyones.values() for key in each)
+    return [key for key in keys if len({repr(each.get(key)) for each in everyones.values()}) > 1]
+
+
+def _by_key(keys: Sequence[str], everyones: Mapping[int, Mapping[str, Any]]) -> str:
+    """Format what each rank would do, for an error."""
+    return "; ".join(
+        f"{key}: " + ", ".join(f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in everyones.items())
+        for key in keys
+    )
+
+
+# Small parts -------------------------------------------------------------------------------------
 
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:

@@ -678,17 +678,20 @@ class ZeroOptimizer(OptimizerProxy):
     # Every rank together -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def on_every_rank(self, call: str) -> None:
+    def on_every_rank(self, call: str, across_parts: bool = True) -> None:
         """Wait until user code has made this call on every rank; see `comm/user_calls.py`.
 
         It must run before the call's first collective.
+
+        across_parts  False: only ranks that have the same parameters make this call
         """
-        for calls in self.groups.user_calls:
+        groups = self.groups
+        for calls in groups.user_calls + groups.calls_across_parts * across_parts:
             calls(call, self._settle)
 
     def announce_call(self, call: str) -> None:
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
-        for calls in self.groups.user_calls:
+        for calls in self.groups.user_calls + self.groups.calls_across_parts:
             calls.announce(call)
 
     def _settle(self) -> None:
