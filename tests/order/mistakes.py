@@ -126,7 +126,7 @@ def use_unfinished(self: FlatParameters) -> None:
     self.show()
 
 
-def begin_gather_filled_late(self: FlatParameters, gathers: Any) -> None:
+def begin_gather_filled_late(self: FlatParameters, gathers: Any, exactly: bool = False) -> None:
     """Memory is made for the gathered parameters after the other stream was told what to wait for."""
     here = gathers.producer()
 
@@ -139,7 +139,7 @@ def begin_gather_filled_late(self: FlatParameters, gathers: Any) -> None:
     self.pending = gathers.submit(collect, [], [here])
 
 
-def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any) -> None:
+def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any, exactly: bool = False) -> None:
     """The node's copy is let go while the gather reads it."""
     self.full.untyped_storage().resize_(self.full.nbytes)
     self.state = GatherState.GATHERING

@@ -67,7 +67,7 @@ def generating(
         chosen = _fitting(optimizer, groups)
     with ExitStack() as leaving:
         _allocate(optimizer, chosen)
-        leaving.enter_context(whole_groups(optimizer, chosen))
+        leaving.enter_context(whole_groups(optimizer, chosen, as_in_forward=True))
         if optimizer.gatherer is not None and len(chosen) == len(groups):
             leaving.enter_context(removed(optimizer.gatherer.hooks))
         leaving.callback(_set_modes, [(each, each.training) for each in module.modules()])

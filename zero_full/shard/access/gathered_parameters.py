@@ -47,14 +47,19 @@ def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]
 
 
 @contextmanager
-def whole_groups(optimizer: ZeroOptimizer, several: Iterable[ParameterGroup]) -> Iterator[None]:
-    """Gather these groups within the context. Every rank must pass the same groups in the same order."""
+def whole_groups(
+    optimizer: ZeroOptimizer, several: Iterable[ParameterGroup], as_in_forward: bool = False
+) -> Iterator[None]:
+    """Gather these groups within the context. Every rank must pass the same groups in the same order.
+
+    as_in_forward  True: with the values of a forward, which `zero_quantized_weights` rounds
+    """
     taken: list[ParameterGroup] = []
     gatherer = optimizer.gatherer
     try:
         for group in several:
             if gatherer is not None:
-                gatherer.gather(group)
+                (gatherer.gather if as_in_forward else gatherer.gather_exactly)(group)
             group.parameters.users += 1
             taken.append(group)
         if gatherer is not None and taken:
@@ -403,7 +408,7 @@ class GatheredParameters:
             return None
         for _, chosen, _ in self.stack:
             for group in chosen:
-                group.parameters.collect()  # overwrite them with the ranks' slices, which have not changed
+                group.parameters.collect(exactly=True)  # overwrite them with the ranks' slices, which have not changed
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
             "modifier_rank, the rank whose values all ranks get"

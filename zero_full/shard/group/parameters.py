@@ -136,6 +136,7 @@ class FlatParameters:
         self.shapes = [member.shape for member in self.members]
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
+        self.gather_exactly = pair.gather_exactly  # if `gather_slices` quantizes
         self.dtype = kind.run_dtype
         self.layout = layout_of([m.shape.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
@@ -286,21 +287,22 @@ class FlatParameters:
         return adopted
 
     @torch.no_grad()
-    def collect(self, home: Any = None) -> None:
+    def collect(self, home: Any = None, exactly: bool = False) -> None:
         """All-gather the ranks' slices into the buffer, and wait. Every rank must call this.
 
         With a node copy it gathers within the node only. `home`: the stream that the buffer's memory belongs
-        to, if the current one is a lane's.
+        to, if the current one is a lane's. `exactly`: without quantization, also where training quantizes.
         """
+        exact = self.gather_exactly if exactly else None
         # All ranks make and drop node copies at the same places, or they would enter different collectives.
-        if self.node is not None and self.node_copy is not None:
+        if self.node is not None and self.node_copy is not None and exact is None:
             self.node.slice_of(self.full).copy_(self.node_copy)
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
             self.slice.copy_to(self.ranks.slice_of(self.full), home)
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
-        self.gather_slices(full, f"parameters {self.name}")
+        (exact or self.gather_slices)(full, f"parameters {self.name}")
 
     def keep_node_copy(self) -> None:
         """Copy this rank's part of the node copy out of the buffer, before forward releases it."""
@@ -313,19 +315,19 @@ class FlatParameters:
             self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.start_read(True)
         )
 
-    def begin_gather(self, lane: Lane) -> None:
-        """Queue the all-gather of the sharded values on a lane."""
+    def begin_gather(self, lane: Lane, exactly: bool = False) -> None:
+        """Queue the all-gather of the sharded values on a lane. `exactly`: see `collect`."""
         if self.is_offloaded:
             raise RuntimeError(OFFLOADED)
         self.reassigned()  # raises for a parameter that was assigned a tensor while it was released
         # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
         self.full.untyped_storage().resize_(self.full.nbytes)
         self.home = lane.producer()
-        used = [] if self.node_copy is None else [self.node_copy]
+        used = [] if self.node_copy is None or exactly else [self.node_copy]
         if self.slice.is_offloaded and not used:
             self.slice.start_read()
         try:
-            self.pending = lane.submit(partial(self.collect, self.home), used, [self.home])
+            self.pending = lane.submit(partial(self.collect, self.home, exactly), used, [self.home])
         except BaseException:
             self.full.untyped_storage().resize_(0)
             raise

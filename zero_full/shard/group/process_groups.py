@@ -30,6 +30,7 @@ class Pair:
     gather: Gather
     reduce: Reduce
     node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
+    gather_exactly: Gather | None = None  # without quantization; None: `gather` is exact
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
@@ -125,17 +126,18 @@ class Connection:
         beside = replace(self, own_groups=True, given=()) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
         gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
-        nodes = node = None
+        nodes = node = gather_exactly = None
         if gathering.node_ranks > 1 or gathering.quantized_weights:
             nodes = self.nodes(gathering.node_ranks, shard)
             node = nodes.inner if gathering.node_ranks > 1 else None
         if nodes is not None and gathering.quantized_weights:
+            gather_exactly = gather
             gather = QuantizedGather(nodes).or_exactly(gather)
         if gathering.quantized_gradients:
             if nodes is None or settings.overlap:
                 nodes = self.nodes(gathering.node_ranks, shard)
             reduce = TwoHopReduce(nodes).reduce_scatter
-        return Pair(cut, copies, gather, reduce, node)
+        return Pair(cut, copies, gather, reduce, node, gather_exactly)
 
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
         """Split the group into nodes of `node_ranks` neighbours, and open groups within and between nodes."""

@@ -189,14 +189,23 @@ class ParameterGatherer:
         if group.parameters.state is GatherState.GATHERING:
             group.parameters.finish_gather()
 
-    def _begin(self, group: ParameterGroup) -> None:
+    def gather_exactly(self, group: ParameterGroup) -> None:
+        """Gather the parameters as `gather`, and without quantization, also where training quantizes."""
+        flat = group.parameters
+        if flat.gather_exactly is not None:
+            self.release(group)  # forward may have left rounded values
+        self._begin(group, exactly=True)
+        if flat.state is GatherState.GATHERING:
+            flat.finish_gather()
+
+    def _begin(self, group: ParameterGroup, exactly: bool = False) -> None:
         """Queue the all-gather of a group on the lane, if it is sharded."""
         if group.parameters.state is not GatherState.SHARDED:
             return
         if self.reducer.backward.accelerator is not None:
             self.reducer.backward.check_not_capturing()
         self.trail = crc32(group.name.encode(), self.trail)
-        group.parameters.begin_gather(self.lane)
+        group.parameters.begin_gather(self.lane, exactly)
         self.live += group.layout.total
         self.gathered.add(group)
 

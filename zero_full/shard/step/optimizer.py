@@ -820,7 +820,7 @@ class ZeroOptimizer(OptimizerProxy):
             if self.gatherer is not None:
                 self.gatherer.close()
                 for group in self.parts.groups if gather else ():
-                    self.gatherer.gather(group)
+                    self.gatherer.gather_exactly(group)
         finally:  # threads, files and groups are closed even if a gather has failed
             self._free()
 
