@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.hostile import events, gradient_events  # noqa: F401  they fill EVENTS
+from tests.hostile import events, generation_events, gradient_events  # noqa: F401  they fill EVENTS
 from tests.hostile.event import EVENTS
 from tests.hostile.players import (
     BACKWARD,

@@ -117,9 +117,9 @@ class Deltas:
         The merged weights of the last call are computed once more, from the adapters as they were. Sums tell
         whether they are those that were handed over: not if the base was written, or an adapter was scaled.
         """
-        steps, sums, adapters = self.optimizer.calls, dict[str, Tensor](), dict[str, list[Tensor]]()
+        changes, sums, adapters = self.optimizer.changes, dict[str, Tensor](), dict[str, list[Tensor]]()
         for number, (layer, names) in enumerate(bases):
-            check_no_step(self.optimizer, steps, call)
+            check_no_step(self.optimizer, changes, call)
             key = next(iter(names.values()))
             base = set(layer.get_base_layer().parameters())
             params = [param for param in layer.parameters() if param not in base]

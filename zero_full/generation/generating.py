@@ -74,6 +74,8 @@ def generating(
         guard = NoTraining(optimizer)
         optimizer.guards.append(guard)
         leaving.callback(optimizer.guards.remove, guard)
+        # The engine's forward checks the guards, and the module may be called by itself.
+        leaving.callback(module.register_forward_pre_hook(lambda *_: guard.check()).remove)
         leaving.enter_context(torch.no_grad())
         if layers:
             leaving.enter_context(merged_adapters(layers, optimizer))

@@ -94,9 +94,9 @@ def _merged(
 
     At stage 3 the units of a layer are gathered, and released before its tensors are yielded.
     """
-    steps = optimizer.calls
+    changes = optimizer.changes
     for number, (layer, names) in enumerate(bases):
-        check_no_step(optimizer, steps, call)
+        check_no_step(optimizer, changes, call)
         with whole_layer(optimizer, layer, number, call):
             items = [*merged_weights(optimizer, layer, names, dtype).items()]
         while items:
@@ -214,24 +214,26 @@ def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dt
 @torch.no_grad()
 def begin(optimizer: ZeroOptimizer, call: str) -> None:
     """Wait for all ranks, and adopt what user code has written. If one rank cannot, every rank raises."""
+    if optimizer.reducer.backward.running:  # its reductions are on their way: no collective now
+        problem = f"{call} inside a backward pass. Call it between passes"
+        optimizer.announce_call(f"{call}, which raised: {problem}")
+        raise RuntimeError(problem)
     optimizer.on_every_rank(call)
     problem = ""
     try:
         optimizer.check_ranks_equal(call)
-        if optimizer.reducer.backward.running:
-            raise RuntimeError(f"{call} inside a backward pass. Call it between passes")
         optimizer.catch_up()
     except RuntimeError as error:
         problem = str(error)
     raise_on_all_ranks(optimizer.groups, problem)
 
 
-def check_no_step(optimizer: ZeroOptimizer, steps: int, call: str) -> None:
-    """Raise RuntimeError if there was a step since the iteration has begun."""
-    if optimizer.calls != steps:
+def check_no_step(optimizer: ZeroOptimizer, changes: int, call: str) -> None:
+    """Raise RuntimeError if there was a step or a load since the iteration has begun."""
+    if optimizer.changes != changes:
         raise RuntimeError(
-            f"a step while {call} is iterated: its tensors would be those of two steps. Iterate to the end "
-            "before the next step"
+            f"a step or a load while {call} is iterated: its tensors would be those of two steps. Iterate to "
+            "the end before the next step"
         )
 
 
@@ -251,9 +253,9 @@ def assemble(
     The bucket before is dropped first: no variable of a generator may hold one of its tensors. A step in
     between would mix the weights of two steps, so it raises.
     """
-    steps, device = optimizer.calls, optimizer.groups.dense.shard.device
+    changes, device = optimizer.changes, optimizer.groups.dense.shard.device
     for number, bucket in enumerate(buckets):
-        check_no_step(optimizer, steps, call)
+        check_no_step(optimizer, changes, call)
         if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
             optimizer.on_every_rank(f"bucket {number + 1} of {call}")
         with torch.no_grad():
@@ -261,4 +263,5 @@ def assemble(
         if optimizer.gatherer is not None:
             optimizer.gatherer.check_reads()
         while items:
+            check_no_step(optimizer, changes, call)  # a parameter itself has the values of now
             yield shape(items.pop(0))

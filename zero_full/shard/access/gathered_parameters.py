@@ -20,7 +20,8 @@ from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
 from zero_full.shard.group.dtensors import is_dtensor, like, local_of, part_of, whole_of
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
-from zero_full.shard.group.parameters import Member, is_released
+from zero_full.shard.group.parameters import Member, as_bytes, is_released
+from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.registry import owner_of, record_of
 from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.step.agreement import gather_messages
@@ -109,6 +110,7 @@ def load_whole_state_dict(
     """Load this rank's slices from a whole state dict, which must be the same on every rank."""
     optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
+    optimizer.loads += 1
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
     missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
@@ -261,7 +263,8 @@ class GatheredParameters:
     params          parameters, modules, and iterables of both; None (such as a missing bias) is skipped
     modifier_rank   the rank that changes values, which all ranks get at the end; None: no rank may change any
 
-    With None, even equal changes on all ranks raise, because it is unknown which rank's values to keep.
+    With None, even equal changes on all ranks raise, because it is unknown which rank's values to keep. Only
+    frozen parameters that every rank has whole may be changed equally on all ranks.
     Parameters and buffers that `Init` has recorded can be gathered before `initialize`; they are on the CPU.
     """
 
@@ -302,7 +305,9 @@ class GatheredParameters:
             self.stack.append((optimizer, chosen, context))
             for group in chosen:
                 group.parameters.adopt_assigned()
-        self.before = self._fingerprints()
+        if self.modifier_rank is None:
+            self.before = self._fingerprints()
+            self.versions = {p: _version(p) for _, p, _ in self._whole()}
 
     @torch.no_grad()
     def __exit__(self, *failure: Any) -> None:
@@ -337,6 +342,14 @@ class GatheredParameters:
 
     def _keep_changes(self) -> str | None:
         """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
+        for optimizer, param, pair in self._whole():
+            value = local_of(param).detach()
+            sent = as_bytes(value.contiguous())  # a frozen parameter may have any dtype
+            if not self._is_modifier(optimizer):
+                sent = torch.zeros_like(sent)
+            for ranks in (pair.shard, pair.across):
+                ranks.sum_numbers(sent, f"changes of {optimizer.parts.whole[param][0]}")
+            value.copy_(sent.view(value.dtype).view(value.shape))
         for optimizer, chosen, _ in self.stack:
             for group, members in chosen.items():
                 for member in members:
@@ -356,6 +369,12 @@ class GatheredParameters:
                     return str(error)
         return None
 
+    def _whole(self) -> Iterator[tuple[ZeroOptimizer, Parameter, Pair]]:
+        """Yield frozen parameters that every rank has whole, and the ranks that have the same values."""
+        for optimizer, _, _ in self.stack:
+            whole, wanted = optimizer.parts.whole, set(self.params)
+            yield from ((optimizer, param, pair) for param, (_, pair) in whole.items() if param in wanted)
+
     def _is_modifier(self, optimizer: ZeroOptimizer) -> bool:
         """Return whether this rank's values are kept: `modifier_rank`'s, or those of a rank of its `tensor`.
 
@@ -374,6 +393,9 @@ class GatheredParameters:
         pairs: dict[Any, list[str]] = {}
         for group, members in chosen.items():
             pairs.setdefault((group.ranks, group.across), []).extend(member.name for member in members)
+        for param, (name, pair) in optimizer.parts.whole.items():
+            if any(param is each for each in self.params):
+                pairs.setdefault((pair.shard, pair.across), []).append(name)
         lacking = list[str]()
         for (ranks, across), names in pairs.items():
             found = torch.tensor([float(self._is_modifier(optimizer))], device=ranks.device)
@@ -405,14 +427,41 @@ class GatheredParameters:
             for ranks in optimizer.groups.everyone:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
         if not changed:
-            return None
+            return self._compare_whole()
         for _, chosen, _ in self.stack:
             for group in chosen:
-                group.parameters.collect(exactly=True)  # overwrite them with the ranks' slices, which have not changed
+                # Overwrite them with the ranks' slices, which have not changed.
+                group.parameters.collect(exactly=True)
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
             "modifier_rank, the rank whose values all ranks get"
         )
+
+    def _compare_whole(self) -> str | None:
+        """Return the message, equal on all ranks, if they differ in frozen parameters that each has whole."""
+        mine: dict[Pair, dict[str, int]] = {}
+        for optimizer, param, pair in self._whole():
+            changes, (name, _) = mine.setdefault(pair, {}), optimizer.parts.whole[param]
+            if _version(param) != self.versions[param]:
+                changes[name] = checksum(local_of(param).detach().contiguous().view(-1))
+        problems = list[str]()
+        for pair, changes in mine.items():
+            everyones = pair.gather_objects(changes, "changed parameters")
+            names = dict.fromkeys(name for each in everyones for name in each)
+            if differing := [n for n in names if len({each.get(n) for each in everyones}) > 1]:
+                problems.append(
+                    f"{listed(differing)} changed inside GatheredParameters on some ranks only, or "
+                    "differently, so the ranks have different values now. Pass modifier_rank, the rank whose "
+                    "values all ranks get"
+                )
+        for optimizer, _, _ in self.stack:
+            problems = gather_messages(optimizer.groups, problems, "changed parameters")
+        return "; ".join(problems) or None
+
+
+def _version(param: Parameter) -> tuple[int, int]:
+    """Return numbers that a write to a parameter or its replacement changes, but for writes to `data`."""
+    return version_of(param), local_of(param).data_ptr()
 
 
 @contextmanager

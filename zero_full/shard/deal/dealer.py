@@ -55,6 +55,8 @@ class Sharded:
     flow: Flow | None = None  # host-device copies of gradients and parameters; None: no offload
     param_store: ParamStore = field(default_factory=ParamStore)  # slices of gathered parameters
     spares: Spares = field(default_factory=list)  # free gradient buffers, shared by the groups
+    # Frozen parameters of no group, whole on every rank: name, and the ranks that have the same values.
+    whole: dict[Parameter, tuple[str, Pair]] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -299,6 +301,8 @@ def place_the_rest(
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
+        if isinstance(tensor, Parameter):
+            parts.whole[tensor] = name, pair
         own_type = settings.dtypes.of(tensor.dtype, name)
         wanted = own_type if isinstance(tensor, Parameter) else dtypes[name]
         if is_dtensor(tensor):

@@ -280,6 +280,12 @@ class FlatParameters:
                     f"{member.name} was {_kind_of(window)} at initialize and is {_kind_of(given)} now. "
                     "Convert the model before initialize, or choose its precision by the keys bf16 and fp16"
                 )
+            if given.numel() and not given.data_ptr():
+                raise RuntimeError(
+                    f"{member.name} was assigned a tensor without memory, such as a DTensor, by param.data = "
+                    "... Assign a plain tensor (full_tensor() of a DTensor). Use parallelize_module before "
+                    "initialize"
+                )
             window.copy_(given)
             self.point(member.param, window)
             adopted.append(member)

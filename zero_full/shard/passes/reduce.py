@@ -589,7 +589,7 @@ class GradientReducer:
                 self.began = self.unreduced = True
             self._take_unnoticed()
         with without_overrides():
-            for group in self.unbuffered:  # as in torch, also gradients that user code has put there or cleared
+            for group in self.unbuffered:  # as in torch, also gradients that user code has put or cleared
                 for member in group.members:
                     if member.param.grad is None:
                         self.used.discard(member)

@@ -257,8 +257,8 @@ class _Side:
         """Return on the device whether `read` raises, or compares parameters, on the ranks of this pair."""
         ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
         marks, squared, slices, squared_slices, spoilt = vector[MARKS:FLAGS]
-        differs = (ranks * squared != marks.square()) | (spoilt > 0)
-        return differs | (copies * squared_slices != slices.square()) if copies > 1 else differs
+        differs: Tensor = (ranks * squared != marks.square()) | (spoilt > 0)
+        return differs if copies == 1 else differs | (copies * squared_slices != slices.square())
 
     def read(self, numbers: Sequence[float], said: Said) -> set[Member]:
         """Return the parameters with a gradient on any rank. Raise if ranks are about to diverge."""

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks, step_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.comm.topology import this_rank
-from zero_full.errors import CommunicationError, NotFiniteError
+from zero_full.errors import CommunicationError, DesyncError, NotFiniteError
 from zero_full.offload import DeviceTier, Offload, ParamStore
 from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
@@ -162,6 +162,7 @@ class ZeroOptimizer(OptimizerProxy):
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
         self.named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.calls = 0  # calls of `step`, which the ranks compare
+        self.loads = 0  # how often all values were loaded
         self.warned_without_gradients = False
         self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
@@ -221,6 +222,11 @@ class ZeroOptimizer(OptimizerProxy):
             self.own_state.add(piece.master, member.param)
         self.steppers.attach(self.trained)
         self._note_awake()
+
+    @property
+    def changes(self) -> int:
+        """The number of steps and loads so far. While it stays, parameters keep their values."""
+        return self.calls + self.loads
 
     @property
     def overflow(self) -> bool:
@@ -667,6 +673,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def follow_masters(self) -> None:
         """Copy all masters to the parameters, and all-gather these. Every rank must call this."""
+        self.loads += 1
         if self.delayed is not None:
             self.delayed.taken = None  # step counters may have been loaded: look them up again
         for group in self.trained:
@@ -812,7 +819,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.reducer.close,
             self.zero_grad,
         ):  # a failed collective has raised where it was waited for
-            with suppress(CommunicationError):
+            with suppress(CommunicationError, DesyncError):
                 finish()
         for hook in self.hooks:
             hook.remove()
