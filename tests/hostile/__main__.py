@@ -3,6 +3,7 @@
 import sys
 
 from tests.bench.interleave import heading
+from tests.hostile import parts
 from tests.hostile.cells import STAGES, Cell, everything, run
 from tests.hostile.event import EVENTS
 from tests.hostile.players import NUMBERS
@@ -19,8 +20,24 @@ def main(ranks: int) -> int:
     for event in EVENTS:
         print(f"| {event} | " + " | ".join(_summary(verdicts, event, stage) for stage in STAGES) + " |")
     wrong = [f"{cell}: {text}" for cell, text in verdicts.items() if text]
+    for kind in parts.EVENTS:
+        wrong += _parts(kind, ranks)
     print(f"\n{len(wrong)} runs were neither.", *wrong, sep="\n")
     return 1 if wrong else 0
+
+
+def _parts(kind: str, ranks: int) -> list[str]:
+    """Print the table of one kind of runs whose ranks have parts of a model. Returns what is wrong."""
+    found = parts.run((cell for cell in parts.everything() if cell.kind == kind), ranks)
+    print(f"\n{kind.capitalize()}-parallel ranks, {len(found)} runs of three steps.\n")
+    stages = parts.STAGES[kind]
+    print("| in the second step | " + " | ".join(f"stage {stage}" for stage in stages) + " |")
+    print("|---|" + "---|" * len(stages))
+    for event, (_, refused, _) in parts.EVENTS[kind].items():
+        words = "equal" if refused is None else "refused"
+        bad = {cell.stage for cell, text in found.items() if cell.event == event and text}
+        print(f"| {event} | " + " | ".join("**wrong**" if s in bad else words for s in stages) + " |")
+    return [f"{cell}: {text}" for cell, text in found.items() if text]
 
 
 def _summary(verdicts: dict[Cell, str], event: str, stage: int) -> str:

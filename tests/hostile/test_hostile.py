@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from tests import rotation
+from tests.hostile import parts
 from tests.hostile.cells import STAGES, Cell, everything, happenings, run, styles, tenth
 from tests.hostile.event import EVENTS
 from tests.hostile.players import NUMBERS
@@ -18,6 +19,18 @@ def wrong(cells: Iterable[Cell], ranks: int) -> list[str]:
 
 def test_a_tenth_of_all_cells_on_two_ranks() -> None:
     assert wrong(tenth(rotation.seed()), 2) == []
+
+
+def test_a_tenth_of_the_runs_with_parts_of_a_model_on_two_ranks() -> None:
+    verdicts = parts.run(parts.tenth(rotation.seed()), 2)
+    assert [f"{cell}: {text}" for cell, text in verdicts.items() if text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_runs_with_parts_of_a_model(ranks: int) -> None:
+    verdicts = parts.run(parts.everything(), ranks)
+    assert [f"{cell}: {text}" for cell, text in verdicts.items() if text] == []
 
 
 @pytest.mark.slow

@@ -255,7 +255,13 @@ class Communicator:
         reason = str(error).partition("\n")[0] or type(error).__name__
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
         found = exit_reasons(self.store, others) if self.store is not None else {}
-        because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
+        because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items())
+        if not because and (waiting := {rank for each in list(_alive) for rank in each.awaited_by()}):
+            because = (
+                f"Ranks {sorted(waiting)} wait for this rank in another collective: ranks are at different "
+                "places of the loop. Every rank must make the same forward and backward passes and steps"
+            )
+        because = because or (
             "Usually another rank has failed first (look for the earliest error) or makes other calls "
             '(set "debug": {"check_collectives": true} in the config to see which).'
         )

@@ -118,6 +118,10 @@ class PipelineEngine(Engine):
         no parameter has changed.
         """
         self._check_ready("train_batch")
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "train_batch inside torch.no_grad(), or in the data iterator of eval_batch. Call it outside"
+            )
         self.module.train()
         scaler, count = self.optimizer.scaler, self.micro_batches
         loss = self._run_batch(data_iter, lambda loss: scaler.times(loss / count), trains=True)
@@ -152,7 +156,7 @@ class PipelineEngine(Engine):
         is_own = data is self.data_iterator and self.training_dataloader is not None
         first, last = self._is_first_place, self._is_last_place
         read = read_micro_batches(data, count, self.device, first, last, is_own)
-        if self._compare(read, (read.signature, count)):
+        if self._compare(read, (read.signature, count), trains):
             self._build(read, count)  # all ranks do
         batch = RunningBatch(read.inputs, read.labels, weigh)
         for chunk in self._chunks:
@@ -179,10 +183,17 @@ class PipelineEngine(Engine):
             for chunk in self._chunks:
                 chunk.batch = RunningBatch()
 
-    def _compare(self, read: MicroBatches, wanted: tuple[Signature, int]) -> bool:
+    def _compare(self, read: MicroBatches, wanted: tuple[Signature, int], trains: bool) -> bool:
         """Raise on every rank if one cannot begin. Return whether any rank needs other shapes than before."""
-        is_new = self._built_for != wanted
-        told = self._add_up([float(bool(read.problem)), float(read.ended), float(is_new)])
+        is_new, count = self._built_for != wanted, wanted[1] if trains else -wanted[1]
+        numbers = [float(bool(read.problem)), float(read.ended), float(is_new), 1.0, count, count**2]
+        told = self._add_up(numbers)
+        if told[3] * told[5] != told[4] ** 2:  # as equal numbers have it, and no others
+            self._raise_together(
+                f"{'train_batch' if trains else 'eval_batch'} with {wanted[1]} micro-batches, where another "
+                "rank makes the other call, or has another number. Make the same calls on every rank",
+                None,
+            )
         if told[0]:
             readers = self._add_up([float(read.was_read)])[0]
             if told[1] == told[0] == readers:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zero_full._compat import parameters_and_children, version_of
+from zero_full.formatting import listed
 from zero_full.shard.group.checksum import digest_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import Member
@@ -136,6 +137,13 @@ class ParameterWrites(Guard):
     def names(self) -> list[str]:
         """Return the names of parameters that were written since `forget`."""
         return [member.name for member in self._written()]
+
+    def uncut(self) -> str:
+        """Return names and a digest of what `digest` covers, of parameters that all `tensor` ranks have."""
+        here = {member for flat in self.flats if not flat.kind.is_split for member in flat.members}
+        window_of = dict(zip(self.members, self.windows, strict=True))
+        written = [(member.name, window_of[member]) for member in self._written() if member in here]
+        return f"{listed([name for name, _ in written])}, {digest_of(written)}" if written else ""
 
     def digest(self) -> str:
         """Return a digest of the values written since `forget`, or "".

@@ -79,6 +79,7 @@ class Said:
     by_hand: HandWritten = field(default_factory=HandWritten)
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
+    uncut: str = ""  # what user code has written to parameters that all `tensor` ranks have whole
 
     @property
     def failed(self) -> bool:
@@ -174,7 +175,7 @@ class Agreement:
                 diverges = torch.stack(
                     [side.diverges(vector) for side, vector in zip(self.sides, vectors, strict=True)]
                 )
-                head = self.parts.add_up(head, diverges.any(), said.doings)
+                head = self.parts.add_up(head, diverges.any(), said)
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
             if self.parts is not None:
                 total = torch.cat([total, self.parts.flags])
@@ -360,9 +361,11 @@ class PartsAgreement:
         self.differing = 0.0  # not 0: parts would not take the same step
         self.batches = 0.0  # not 0: `tensor` ranks have different gradients
 
-    def add_up(self, head: Tensor, diverges: Tensor, doings: Doings) -> Tensor:
+    def add_up(self, head: Tensor, diverges: Tensor, said: Said) -> Tensor:
         """Sum `head` over the parts, and compare them. Every rank must call this."""
-        self.doings = {key: value for key, value in doings if self._is_equal_everywhere(key)}
+        self.doings = {key: value for key, value in said.doings if self._is_equal_everywhere(key)}
+        if said.uncut and not self.has_stages:
+            self.doings["parameters written that are not cut"] = said.uncut
         self.repeated = repeated = head[REPEATED].clone()
         mark = torch.full_like(repeated, _mark_of([*self.doings.items()], MARK_BITS))
         own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])

@@ -368,6 +368,8 @@ class ZeroOptimizer(OptimizerProxy):
         said = Said(
             reducer.used, doings, stops, alarm, collected.averaged, needs_norm, by_hand, late, changed
         )
+        if written and self.groups.tensor is not None:
+            said = replace(said, uncut=self.writes.uncut())
         agreed = self.agreement.exchange(said)
         if agreed.late and failure is None:
             # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
