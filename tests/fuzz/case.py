@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.loops import LOOPS, OF_TORCH
-from tests.fuzz.model import Part, Use
+from tests.fuzz.model import Part, Use, cuttable
 
 FOLDER = "FOLDER"  # stands for the folder of a case's files
 WIDTHS = (5, 5, 8, 16, 33)
@@ -72,6 +72,7 @@ class Layout:
     whole: bool = False  # stage 3 gathers the model as a whole
     zero: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys of zero_optimization
     keys: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys
+    tensor: int = 1  # ranks that split layers; the run has `world` times as many
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,25 @@ def draw(seed: int) -> Case:
         )
     if optimizer in ("Adam", "AdamW") and rng.random() < 0.25:
         case = replace(case, corrects=False)
-    return case
+    return _with_tensor_ranks(rng, case)
+
+
+def _with_tensor_ranks(rng: random.Random, case: Case) -> Case:
+    """Perhaps the case with tensor-parallel ranks, in fp32: products of parts round 16 bits otherwise."""
+    wanted = rng.random() < 0.5
+    if case.optimizer in (*ONE_BIT, "Muon") or case.differ or not (wanted and cuttable(case.parts)):
+        return case
+    layouts = []
+    for layout, _ in case.legs():
+        if layout.world > 2 or any(word in layout.tier for word in ("early", "delayed")):
+            return case
+        zero = {k: v for k, v in layout.zero.items() if k != "zero_hpz_partition_size"}
+        tensor = rng.choice([1, 2, 2, 4 if layout.world == 1 else 2])
+        layouts.append(replace(layout, precision="fp32", zero=zero, tensor=tensor))
+    if case.how == "state dict":
+        layouts = layouts[:1] * len(layouts)
+    then = layouts[1] if case.then is not None else None
+    return replace(case, first=layouts[0], then=then, poison=case.poison if case.clip else None)
 
 
 def _together(layout: Layout) -> Layout:

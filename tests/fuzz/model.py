@@ -5,6 +5,7 @@ Nothing of the tests is imported here: a script that reproduces a mismatch has t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,36 @@ class Net(nn.Module):
                 else:
                     h = block(h, ids)
         return self.head(h).float().square().mean()
+
+
+def cut(net: Net, parts: Sequence[Part], mesh: Any) -> None:
+    """Cut layers by tensor parallelism: those with a matrix of their own that nobody else uses."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {}
+    for number in cuttable(parts):
+        if parts[number].kind == "narrow":  # 3 hidden features, which two ranks cut unequally
+            plan[f"parts.{number}.inner.0"] = ColwiseParallel(use_local_output=False)
+            plan[f"parts.{number}.inner.2"] = RowwiseParallel()
+        else:
+            plan[f"parts.{number}.inner"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(net, mesh, plan)
+
+
+def cuttable(parts: Sequence[Part]) -> list[int]:
+    """The parts that `cut` cuts."""
+    targets = {part.tied for part in parts}
+    return [
+        number
+        for number, part in enumerate(parts)
+        if part.kind == "narrow" or (part.kind == "linear" and part.tied is None and number not in targets)
+    ]
+
+
+def whole(tensor: Any) -> Tensor:
+    """The whole tensor of a DTensor; every rank of its mesh asks for it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def data(seed: int, step: int, micro: int, rank: int, width: int) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
 from tests.fuzz.case import ONE_BIT, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.defects import planted
 from tests.fuzz.loops import LOOPS, OF_TORCH, do_between
-from tests.fuzz.model import Net, data, freeze
+from tests.fuzz.model import Net, cut, data, freeze, whole
 from tests.slow_copies import slow_copies
 from zero_full.offload import BlockTier
 from zero_full.optim import muon_groups
@@ -66,12 +67,13 @@ def leg(rank: int, case: Case, number: int, folder: Path, shown: Shown) -> None:
     engine = None
     try:
         layout, steps = case.legs()[number]
+        place, rank = rank, rank // layout.tensor  # of the data
         engine, optimizer = begin(case, layout, rank, folder)
         if number:
-            _load(case, engine, rank, folder)
+            _load(case, engine, place, folder)
         _train(case, layout, steps, engine, optimizer, rank, folder, shown)
         if case.then is not None and not number:
-            _save(case, engine, rank, folder)
+            _save(case, engine, place, folder)
         _collect(case, engine, shown)
     except Exception as error:
         shown.error = f"{type(error).__name__}: {error}"
@@ -91,9 +93,15 @@ def begin(case: Case, layout: Layout, rank: int, folder: Path) -> tuple[Any, Any
     freeze(net, case.parts, 0)
     if layout.whole and layout.stage == 3:
         zero_full.set_z3_leaf_modules(net, [Net])
-    arguments: dict[str, Any] = {"model_parameters": groups_of(case, net)}
+    arguments: dict[str, Any] = {}
+    if layout.tensor > 1:
+        mesh = init_device_mesh("cpu", (layout.world, layout.tensor), mesh_dim_names=("data", "tensor"))
+        cut(net, case.parts, mesh["tensor"])
+        arguments["mesh"] = mesh
+    arguments["model_parameters"] = groups_of(case, net)
     if case.instance:
-        arguments = {"optimizer": instance_of(case, net)}
+        arguments["optimizer"] = instance_of(case, net)
+        del arguments["model_parameters"]
     if case.decay:
         arguments["lr_scheduler"] = schedule_of
     copies = slow_copies(1e7) if "copies" in layout.tier else ExitStack()
@@ -200,7 +208,7 @@ def _watching(case: Case, net: nn.Module, shown: Shown) -> Iterator[None]:
 
     def note(prefix: str, module: nn.Module, inputs: Any) -> None:
         for name, p in module.named_parameters(prefix, recurse=False):
-            now = p.detach().clone(memory_format=torch.contiguous_format)
+            now = whole(p.detach()).clone(memory_format=torch.contiguous_format)
             if not torch.equal(seen.setdefault(name, now), now):
                 shown.differed = shown.differed or name
 
@@ -243,10 +251,9 @@ def _collect(case: Case, engine: Any, shown: Shown) -> None:
     for name, p in engine.module.named_parameters():
         master = zero_full.safe_get_full_fp32_param(p)
         if master is not None:
-            shown.masters[name] = master
-            here = sorted(mine[p]) if p in mine else []
-            entries = {
-                e for each in engine.optimizer.groups.dense.gather_objects(here, "entries") for e in each
-            }
+            shown.masters[name] = whole(master)
+            entries = set(mine[p]) if p in mine else set()
+            for group in engine.optimizer.groups.everyone:
+                entries = set().union(*group.gather_objects(entries, "entries"))
             got = {e: zero_full.safe_get_full_optimizer_state(p, e) for e in sorted(entries) if e in ENTRIES}
-            shown.state[name] = {entry: value for entry, value in got.items() if value is not None}
+            shown.state[name] = {entry: whole(value) for entry, value in got.items() if value is not None}

@@ -38,7 +38,7 @@ def script_of(case: Case, text: str, path: Path) -> str:
 
 def _head(case: Case, text: str, path: Path) -> str:
     runs = "\n".join(
-        f"    PYTHONPATH=. torchrun --nproc-per-node {layout.world} {path} {number}"
+        f"    PYTHONPATH=. torchrun --nproc-per-node {layout.world * layout.tensor} {path} {number}"
         for number, (layout, _) in enumerate(case.legs())
     )
     told = textwrap.indent(text.replace("\\", "/").replace('"""', "'''").rstrip(), "    ")
@@ -66,6 +66,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_full
@@ -92,6 +93,7 @@ def _constants(case: Case) -> str:
         'FOLDER = Path("/tmp/zero_full_fuzz_script")  # of checkpoints and spill files',
         f"DTYPE = torch.{DTYPES.get(case.first.precision, 'float32')}",
         f"LEGS = [\n{legs},\n]",
+        f"TENSOR_RANKS = {[layout.tensor for layout, _ in case.legs()]}  # of each leg",
     ]
     return "\n".join(lines)
 
@@ -186,14 +188,25 @@ def _main(case: Case) -> str:
         f"    net = Net(WIDTH, PARTS, USES, SEED{' + rank' if case.differ else ''})",
         "    freeze(net, PARTS, 0)",
     ]
+    is_cut = any(layout.tensor > 1 for layout, _ in case.legs())
+    if is_cut:
+        lines += [
+            "    tensor, arguments = TENSOR_RANKS[number], {}",
+            "    if tensor > 1:",
+            "        shape = (dist.get_world_size() // tensor, tensor)",
+            '        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))',
+            '        cut(net, PARTS, mesh["tensor"])',
+            '        rank, arguments = rank // tensor, {"mesh": mesh}',
+        ]
     if any(layout.whole for layout, _ in case.legs()):
         lines.append("    zero_full.set_z3_leaf_modules(net, [Net])")
     copies = any("copies" in layout.tier for layout, _ in case.legs())
+    given += ", **arguments" if is_cut else ""
     begin = f"engine, optimizer, _, _ = zero_full.initialize(model=net, config=config, {given})"
     lines += ["    with slow_copies(1e7):", f"        {begin}"] if copies else [f"    {begin}"]
     if case.then is not None and case.how == "state dict":
-        load = 'engine.load_state_dict(torch.load(FOLDER / f"rank{rank}.pt", weights_only=False))'
-        save = 'torch.save(engine.state_dict(), FOLDER / f"rank{rank}.pt")'
+        load = 'engine.load_state_dict(torch.load(FOLDER / f"rank{dist.get_rank()}.pt", weights_only=False))'
+        save = 'torch.save(engine.state_dict(), FOLDER / f"rank{dist.get_rank()}.pt")'
     else:
         load = 'engine.load_checkpoint(FOLDER / "saved")'
         save = f'engine.save_checkpoint(FOLDER / "saved", asynchronous={case.how == "asynchronous"})'
@@ -217,7 +230,7 @@ def _main(case: Case) -> str:
     if case.optimizer not in ONE_BIT:
         worlds = [layout.world for layout, steps in case.legs() for _ in steps]
         lines += [
-            "    if rank == 0:",
+            "    if dist.get_rank() == 0:",
             f"        for name, wanted in plain({worlds}[: steps.stop]).items():",
             "            off = (state[name].float() - wanted).abs().max().item() if wanted.numel() else 0.0",
             '            print(f"{name:30} off by {off:.3g}, of {wanted.abs().max().item():.3g}"'

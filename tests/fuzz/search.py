@@ -70,10 +70,13 @@ class Judge:
                 own.mkdir()
                 opened.append(Open(case, str(own), []))
             while waiting := [o for o in opened if o.verdict is None and o.next_leg < len(o.case.legs())]:
-                by_world: dict[int, list[Open]] = {}
+                by_world: dict[tuple[int, str], list[Open]] = {}
                 for each in waiting:
-                    by_world.setdefault(each.case.legs()[each.next_leg][0].world, []).append(each)
-                for world, some in by_world.items():
+                    layout = each.case.legs()[each.next_leg][0]
+                    # DTensor remembers meshes of earlier cases: their groups must have the same names.
+                    alone = each.folder if layout.tensor > 1 else ""
+                    by_world.setdefault((layout.world * layout.tensor, alone), []).append(each)
+                for (world, _), some in by_world.items():
                     self._run_all(some, world)
             return [self._judged(each) for each in opened]
 
@@ -131,7 +134,8 @@ class Judge:
         comparison, problems = Comparison(opened.case), list[str]()
         for number, shown in enumerate(opened.shown):
             problems += everywhere_equal(opened.case, shown)
-            problems += comparison.leg(number, shown)
+            tensor = opened.case.legs()[number][0].tensor
+            problems += comparison.leg(number, shown[::tensor])  # tensor-parallel ranks are neighbours
             if problems:
                 break
         if problems:

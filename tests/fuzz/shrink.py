@@ -72,6 +72,8 @@ KEPT = ("parts", "uses", "first", "then", "steps", "micro_batches", "resume_at")
 def _simpler_layouts(layout: Layout) -> Iterator[Layout]:
     for world in range(1, layout.world):
         yield replace(layout, world=world)
+    if layout.tensor > 1:
+        yield replace(layout, tensor=layout.tensor // 2)
     for stage in range(layout.stage):
         yield replace(layout, stage=stage)
     usual: dict[str, Any] = {"precision": "fp32", "tier": "device", "param_tier": "device", "whole": False}

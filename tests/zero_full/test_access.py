@@ -225,3 +225,82 @@ def test_mistakes_name_the_parameter_and_the_remedy() -> None:
         KeyError, match=r"no state 'momentum' for layers.2.weight, only step, exp_avg, exp_avg_sq"
     ):
         zero_full.safe_get_full_optimizer_state(weight, "momentum")
+
+
+class HalfFrozen(Net):
+    """A layer is frozen, and given to no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(False)
+
+
+def edit_frozen(comm: Any, stage: int) -> tuple[Tensor, str]:
+    """The weight after one rank has edited it, and what an edit of rank 0 without a modifier raises."""
+    net = HalfFrozen()
+    optimizer = torch.optim.SGD(p for p in net.parameters() if p.requires_grad)
+    keys = {key: value for key, value in config(stage).items() if key != "optimizer"}
+    engine, _, _, _ = zero_full.initialize(model=net, optimizer=optimizer, config=keys)
+    weight, bias = net.layers[2].weight, net.layers[2].bias
+    with zero_full.GatheredParameters([weight], modifier_rank=1):
+        weight.data.fill_(float(comm.rank))
+    with zero_full.GatheredParameters([weight, bias]), torch.no_grad():  # on all ranks: allowed
+        bias.fill_(2.0)
+    told = ""
+    if weight.shape == (13, 13):
+        try:
+            with zero_full.GatheredParameters([weight, bias]), torch.no_grad():
+                if comm.rank == 0:
+                    bias.fill_(3.0)
+        except RuntimeError as error:
+            told = str(error)
+    value = weight.detach().clone()
+    engine.destroy()
+    return value, told
+
+
+def test_a_frozen_parameter_that_all_ranks_have_whole_follows_the_modifier() -> None:
+    for by_rank in run_each(edit_frozen, 3, [(stage,) for stage in (0, 1, 2, 3)]):
+        for value, told in by_rank:
+            assert torch.equal(value, torch.ones(13, 13))
+            assert told.startswith("layers.2.bias changed inside GatheredParameters on some ranks only")
+
+
+class Wide(torch.nn.Module):
+    """Large enough that rounding to 8 bits shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)).float().square().mean()
+
+
+def exact_values(comm: Any) -> list[float]:
+    """How far what user code sees of quantized gathers is from the values."""
+    zero = {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    keys = config(3, bf16={"enabled": True}, zero_optimization={**zero, "stage3_max_reuse_distance": 10**9})
+    model = Wide()
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine, _, _, _ = zero_full.initialize(model=model, config=keys)
+
+    def off(found: Any, dtype: torch.dtype = torch.bfloat16) -> float:
+        return max(float((found[name].to(dtype) - exact[name].to(dtype)).abs().max()) for name in exact)
+
+    engine(torch.ones(2, 64, dtype=torch.bfloat16))  # leaves rounded values gathered
+    found = [off(engine.module_state_dict())]
+    with zero_full.GatheredParameters(list(model.parameters())):
+        found.append(off(dict(model.named_parameters())))
+    with zero_full.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        model.first.bias.mul_(1)
+    found.append(
+        off({n: zero_full.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}, torch.float32)
+    )
+    engine.destroy(gather=True)
+    return [*found, off(dict(model.named_parameters()))]
+
+
+def test_whole_values_are_exact_where_gathers_of_training_are_quantized() -> None:
+    assert run_each(exact_values, 2, [()]) == [[[0.0] * 4] * 2]

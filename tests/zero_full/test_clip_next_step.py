@@ -90,6 +90,25 @@ def test_ranks_that_would_clip_differently_raise() -> None:
         assert "gradient clipping: 1.0 (rank 0), 2.0 (rank 1)" in told
 
 
+@pytest.mark.parametrize("plain_loop", [False, True])
+def test_cleared_gradients_take_the_norm_with_them_on_one_rank_too(plain_loop: bool) -> None:
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(1))
+    for step in range(2):
+        loss = engine(data(step, 0, 0))
+        loss.backward() if plain_loop else engine.backward(loss)
+        if step == 0:
+            optimizer.clip_next_step(0.01)
+            engine.module.zero_grad()
+    optimizer.step()
+    assert optimizer.last is not None and optimizer.last.clip == 0.0
+    optimizer.zero_grad()
+    engine.backward(engine(data(2, 0, 0)))
+    engine.module.zero_grad()
+    optimizer.step()
+    assert optimizer.last is None and engine.global_steps == 1  # as with several ranks, no step
+    engine.destroy()
+
+
 def test_a_norm_that_is_none_is_refused() -> None:
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2))
     assert optimizer.grad_norm() == 0.0

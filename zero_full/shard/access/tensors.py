@@ -221,6 +221,9 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     # A rank that owns nothing of the parameter learns dtype and shape from the others.
     what = f"state {key} of {place.member.name}"
     known = place.group.ranks.gather_objects((tuple(state), _describe(mine)), what)
+    tensor = place.optimizer.groups.tensor
+    if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty
+        known += [each for some in tensor.gather_objects(known, what) for each in some]
     keys, kind = next(((keys, kind) for keys, kind in known if keys), ((), None))
     if not keys:
         return None
