@@ -381,7 +381,7 @@ class GatheredParameters:
         A DTensor is changed by all ranks of `tensor` together, each its own part.
         """
         tensor = optimizer.groups.tensor
-        if tensor is not None and any(group.kind.is_dtensor for group in optimizer.parts.groups):
+        if tensor is not None and optimizer.contents.has_dtensors:
             return self.modifier_rank in tensor.ranks
         return this_rank() == self.modifier_rank
 

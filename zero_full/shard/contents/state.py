@@ -27,7 +27,7 @@ from zero_full.layout import LocalBlock
 from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.deal.dealer import Sharded
-from zero_full.shard.group.dtensors import block_of, local_of
+from zero_full.shard.group.dtensors import block_of, is_dtensor, local_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.process_groups import Groups
 
@@ -128,7 +128,9 @@ class Contents:
         self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
         self.stepper, self.owners = stepper, owners
         # DTensors know their place in the whole parameter, so parameters of one name are parts of one.
-        self.has_dtensors = any(group.kind.is_dtensor for group in parts.groups)
+        self.has_dtensors = any(group.kind.is_dtensor for group in parts.groups) or any(
+            map(is_dtensor, parts.whole)
+        )
 
     def part(self, expert: bool) -> str:
         """Return the suffix that distinguishes parameters of the same name on different ranks, or ""."""

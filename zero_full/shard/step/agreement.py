@@ -79,12 +79,8 @@ class Said:
     by_hand: HandWritten = field(default_factory=HandWritten)
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
+    failed: bool = False  # this rank cannot step, and may have no valid gradients
     uncut: str = ""  # what user code has written to parameters that all `tensor` ranks have whole
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank cannot step, and may have no valid gradients."""
-        return bool(self.doings) and self.doings[-1][0] == ERROR
 
 
 @dataclass(frozen=True)

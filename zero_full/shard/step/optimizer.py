@@ -366,7 +366,16 @@ class ZeroOptimizer(OptimizerProxy):
         late, changed = len(reducer.late), collected.changed
         needs_norm = clip > 0 or call != STEP
         said = Said(
-            reducer.used, doings, stops, alarm, collected.averaged, needs_norm, by_hand, late, changed
+            reducer.used,
+            doings,
+            stops,
+            alarm,
+            collected.averaged,
+            needs_norm,
+            by_hand,
+            late,
+            changed,
+            failure is not None,
         )
         if written and self.groups.tensor is not None:
             said = replace(said, uncut=self.writes.uncut())
