@@ -136,29 +136,28 @@ def interrupted(items: Iterator[Any], act: Callable[[], Any]) -> Iterator[Any]:
     yield from items
 
 
-@event(PIPELINE, "train_batch in the iterator of eval_batch", "in the data iterator of eval_batch")
+INSIDE = "_batch inside the data iterator of a batch"
+
+
+@event(PIPELINE, "train_batch in the iterator of eval_batch", INSIDE)
 def train_in_eval(run: Run) -> None:
     run.engine.eval_batch(interrupted(run.data(5), lambda: run.step(1)))
 
 
-def twice(run: Run) -> None:
-    run.step(5)
-    run.step(1)
-
-
-@event(PIPELINE, "train_batch in the iterator of train_batch", plain=twice)
+@event(PIPELINE, "train_batch in the iterator of train_batch", INSIDE)
 def train_in_train(run: Run) -> None:
     run.engine.train_batch(interrupted(run.data(1), lambda: run.step(5)))
 
 
-@event(PIPELINE, "eval_batch in the iterator of train_batch")
+@event(PIPELINE, "eval_batch in the iterator of train_batch", INSIDE)
 def eval_in_train(run: Run) -> None:
     run.engine.train_batch(interrupted(run.data(1), lambda: run.engine.eval_batch(run.data(5))))
 
 
-@event(PIPELINE, "save_checkpoint in the iterator of train_batch")
-def save_in_train(run: Run) -> None:
-    run.engine.train_batch(interrupted(run.data(1), lambda: save(run)))
+@event(PIPELINE, "train_batch in no_grad", "train_batch inside torch.no_grad")
+def train_without_gradients(run: Run) -> None:
+    with torch.no_grad():
+        run.step(1)
 
 
 @event(PIPELINE, "set_dataiterator in a batch")

@@ -97,6 +97,7 @@ class PipelineEngine(Engine):
         self._chunks: list[StageLayers] = []
         self._schedule: Any = None
         self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
+        self._reads = False  # a data iterator is running
 
     def _make_forward_hooks(self) -> ForwardHooks:
         return ForwardHooks(self.module, self.optimizer, scales_outputs=False)  # stages do it themselves
@@ -119,9 +120,7 @@ class PipelineEngine(Engine):
         """
         self._check_ready("train_batch")
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "train_batch inside torch.no_grad(), or in the data iterator of eval_batch. Call it outside"
-            )
+            raise RuntimeError("train_batch inside torch.no_grad(). Call it outside")
         self.module.train()
         scaler, count = self.optimizer.scaler, self.micro_batches
         loss = self._run_batch(data_iter, lambda loss: scaler.times(loss / count), trains=True)
@@ -155,7 +154,9 @@ class PipelineEngine(Engine):
         # The position in `training_data` is to be equal on all ranks: a checkpoint has it once.
         is_own = data is self.data_iterator and self.training_dataloader is not None
         first, last = self._is_first_place, self._is_last_place
+        self._reads = True
         read = read_micro_batches(data, count, self.device, first, last, is_own)
+        self._reads = False
         if self._compare(read, (read.signature, count), trains):
             self._build(read, count)  # all ranks do
         batch = RunningBatch(read.inputs, read.labels, weigh)
@@ -246,6 +247,10 @@ class PipelineEngine(Engine):
             raise RuntimeError(f"{call} after destroy. Initialize the model again")
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % call)
+        if self._reads:
+            raise RuntimeError(
+                f"{call} inside the data iterator of a batch. Not all stages read it: call it between batches"
+            )
         self.optimizer.check_model_unchanged()
 
     # The schedule --------------------------------------------------------------------------------
