@@ -255,16 +255,17 @@ class Communicator:
         reason = str(error).partition("\n")[0] or type(error).__name__
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
         found = exit_reasons(self.store, others) if self.store is not None else {}
-        because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items())
-        if not because and (waiting := {rank for each in list(_alive) for rank in each.awaited_by()}):
-            because = (
-                f"Ranks {sorted(waiting)} wait for this rank in another collective: ranks are at different "
-                "places of the loop. Every rank must make the same forward and backward passes and steps"
-            )
-        because = because or (
+        because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
             "Usually another rank has failed first (look for the earliest error) or makes other calls "
             '(set "debug": {"check_collectives": true} in the config to see which).'
         )
+        waiting = {rank for each in list(_alive) for rank in each.awaited_by()} if not found else set()
+        if waiting and reason.startswith("timed out"):
+            because = (
+                f"Ranks {sorted(waiting)} wait for this rank in another collective: ranks are at different "
+                "places of the loop. Every rank must make the same forward and backward passes and steps.\n"
+                + because
+            )
         return CommunicationError(
             f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
         )
