@@ -5,6 +5,7 @@ module, or in the test of a helper.
 """
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,20 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode"]  # re-exported under torch's n
 # torch 2.13 renamed these two; torch 2.11 has only the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Within the context, torch does not log the traceback of an operation that fails on fake tensors.
+
+    The operation raises the same error.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 # Tensors ---------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ CACHES = {  # of what depends on the arguments alone
     "kernels.load.load": "operators are compiled and loaded once in a process, by device",
     "kernels.load.compiled_for": "the same answer, by device",
     "kernels.load.operators": "the same, by device",
+    "shard.passes.module_hooks._exclude_from_compilation": "changes a class, when the first hook is made",
     "precision.norms.has_fp64": "of a device, which does not change",
 }
 WRITES = re.compile(r"append|extend|insert|add|update|setdefault|pop|popitem|remove|discard|clear|sort")

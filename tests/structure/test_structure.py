@@ -20,6 +20,7 @@ ALLOWED = {  # a package may import itself and these of ours
 ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room and from those further down
     {"__main__"},
     {"commands"},
+    {"early_checks"},
     {"examples"},  # they use what a user uses: `zero_full` itself
     {"integrations"},  # of other libraries; ordinary runs import nothing of it
     {"migrate"},
@@ -40,6 +41,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"settings"},
     {"offload", "optim"},
     {"comm", "config", "doctor", "precision"},
+    {"arguments"},
     {"_compat", "errors", "formatting", "kernels", "layout", "nested"},
     {"threads"},
 )

@@ -405,7 +405,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ({"model": "platform:system"}, ", not an nn.Module"),
         ({"model": f"{ME}:GB"}, "cannot be called"),
         ({"config": "none.json"}, "there is no configuration file"),
-        ({"world": "0"}, "expected a whole number of at least 1"),
+        ({"world": "0"}, "argument --world: 0 is less than 1"),
         ({"batch": "2y3"}, "shape and dtype"),
     ],
 )

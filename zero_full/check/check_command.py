@@ -65,18 +65,18 @@ class CheckedFile:
         return f'"auto" is filled in by {said}. Without them, set values: check --fill' if said else ""
 
 
-def check_file(path: Path, world: int | None) -> CheckedFile:
+def check_file(path: Path, world: int | None, quick: bool = False) -> CheckedFile:
     """Return all verdicts on a file. Raises ConfigError if it cannot be read.
 
-    `world` is None for the number of ranks that the configuration implies.
+    `world` is None for the number of ranks that the configuration implies. `quick`: do not import torch.
     """
-    return check_text(text_of(path), world)
+    return check_text(text_of(path), world, quick)
 
 
-def check_text(text: str, world: int | None) -> CheckedFile:
+def check_text(text: str, world: int | None, quick: bool = False) -> CheckedFile:
     """Return all verdicts on a configuration's text, as `check_file` does."""
     checked = check(text, world)
-    return CheckedFile(tuple(_completed(checked, world)), checked.world)
+    return CheckedFile(checked.verdicts if quick else tuple(_completed(checked, world)), checked.world)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
     if options.write and not options.fill:
         raise ConfigError(f"--write {options.write} without --fill: there is no value to write")
     text = read_filled(Path(file), options.fill)
-    checked = check_text(text, world)
+    checked = check_text(text, world, options.quick)
     mistakes, note = checked.count("refused"), ""
     if options.write:
         note = f"{options.write}: {'not written, because of a mistake' if mistakes else 'written'}"
@@ -93,22 +93,28 @@ def main(options: argparse.Namespace) -> int:
             replace_file(Path(options.write), text.encode())
     if options.json:
         rows = [each._asdict() for each in checked.verdicts]
-        print(json.dumps({"file": file, "world": checked.world, "tally": checked.tally, "verdicts": rows}))
+        about = {"file": file, "world": checked.world, "quick": options.quick, "tally": checked.tally}
+        print(json.dumps({**about, "verdicts": rows}))
     else:
-        _print(file, checked, world, note)
+        _print(file, checked, world, note, options.quick)
     return 1 if mistakes else 0
 
 
-def _print(file: str, checked: CheckedFile, world: int | None, note: str) -> None:
+def _print(file: str, checked: CheckedFile, world: int | None, note: str, quick: bool) -> None:
     if checked.remark:
         print(printable(f"{file}: remark: {checked.remark}"))
     for each in checked.printed:
+        if quick and each.kind == "unknown":
+            continue
         place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
     if note:
         print(printable(note))
     ranks = "" if world else f" on {counted(checked.world, 'rank')} (--world asks for others)"
     print(f"{checked.tally}{ranks}")
+    if quick and not checked.count("refused"):
+        skipped = [dotted(verdict.path) for verdict in checked.verdicts if verdict.kind == "unknown"]
+        print(f"not checked with --quick: {', '.join([*skipped, 'a dry run'])}")
 
 
 def _completed(checked: Checked, world: int | None) -> list[Verdict]:

@@ -86,29 +86,29 @@ def _needs_no_traceback(error: BaseException) -> bool:
     An error from a user's function, such as a hook or a closure, needs one.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    called = dropwhile(lambda frame: not _is_package(frame), frames)
-    if not all(_is_package(frame) or _is_library(frame) for frame in called):
+    called = dropwhile(lambda frame: not is_package_frame(frame), frames)
+    if not all(is_package_frame(frame) or is_library_frame(frame) for frame in called):
         return False
-    is_ours = any(_is_package(at) and (at.line or "").startswith("raise ") for at in frames[-1:])
+    is_ours = any(is_package_frame(at) and (at.line or "").startswith("raise ") for at in frames[-1:])
     is_plain = is_ours or isinstance(error, OSError) or type(error).__module__.split(".")[0] == "zero_full"
     return is_plain and (error.__cause__ is None or _needs_no_traceback(error.__cause__))
 
 
 def _user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     """Stack frames of the user's code, up to its call of this package."""
-    theirs = takewhile(lambda frame: not _is_package(frame), traceback.extract_tb(trace))
+    theirs = takewhile(lambda frame: not is_package_frame(frame), traceback.extract_tb(trace))
     # Frozen frames, which start a module, have no file.
     return [frame for frame in theirs if Path(frame.filename).exists()]
 
 
-def _is_package(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame belongs to this package. Its examples count as the user's code."""
+def is_package_frame(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame belongs to this package. Its examples count as the user's code."""
     place = Path(frame.filename).resolve()
     return PACKAGE in place.parents and PACKAGE / "examples" not in place.parents
 
 
-def _is_library(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame belongs to torch or to Python's standard library."""
+def is_library_frame(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame belongs to torch or to Python's standard library."""
     place = Path(frame.filename).resolve()
     is_pythons = PYTHON in place.parents and "site-packages" not in place.parts
     return is_pythons or TORCH in place.parents or not place.exists()  # <frozen ...> has no file

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from zero_full.arguments import size_of
 from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import Batch
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
 from zero_full.fit.hf_config import Shape, read
 from zero_full.fit.mesh import HEADS, cut_for_tensor
-from zero_full.formatting import parse_size
 from zero_full.plan import human
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
@@ -19,12 +19,7 @@ MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full fit`. Returns the exit code: 1 if nothing fits."""
-    if options.write and not Path(options.write).parent.is_dir():
-        raise FitError(f"--write: {Path(options.write).parent} is not a directory. Create it first")
     shape = read(options.hf_config)
-    for name in ("world", "hosts", "sequences", "context", "micro_batches", "tensor", "pipe"):
-        if (value := getattr(options, name)) < 1:
-            raise FitError(f"--{name.replace('_', '-')}: {value} is less than 1")
     machine = _machine(options)
     batch = Batch(options.sequences, options.context, options.checkpointing)
     run = Run(batch, options.micro_batches, options.precision)
@@ -52,13 +47,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _size(name: str, text: str | None) -> int | None:
-    option = f"--{name.replace('_', '-')}"
-    if text is not None and text.strip()[-1:].isdigit():
-        raise FitError(f"{option} {text} has no unit: write it as in {text.strip()}GB")
-    try:
-        return None if text is None else parse_size(text)
-    except ValueError as error:
-        raise FitError(f"{option}: {error}") from None
+    return None if text is None else size_of(f"--{name.replace('_', '-')}", text)
 
 
 def _as_dict(candidate: Candidate, found: Fit) -> dict[str, object]:

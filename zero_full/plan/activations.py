@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import FakeTensorMode, identity_of
+from zero_full._compat import FakeTensorMode, identity_of, without_fake_tensor_log
 from zero_full.errors import PlanError
 from zero_full.nested import mapped
+from zero_full.plan.user_frames import raised
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.group.dtensors import is_dtensor, largest_shape, like, local_of
 
@@ -50,11 +51,12 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward(model: nn.Module, state: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:
     try:
-        return torch.func.functional_call(model, state, given)
+        with without_fake_tensor_log():
+            return torch.func.functional_call(model, state, given)
     except Exception as error:
         shapes = ", ".join(f"{'x'.join(map(str, t.shape))}:{t.dtype}".replace("torch.", "") for t in given)
         raise PlanError(
-            f"the model's forward failed on {shapes} with {type(error).__name__}: {error}\n"
+            f"the model's forward failed on {shapes} with {raised(error)}\n"
             "A plan runs forward without values, so forward must not depend on them. Without a batch, "
             "everything except activations is planned."
         ) from error

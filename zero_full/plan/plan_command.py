@@ -4,7 +4,6 @@ import argparse
 import importlib
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import fake_process_group
+from zero_full.arguments import bad_batch, module_and_function, no_module, shape_and_type
 from zero_full.config import auto_keys, fill_auto
 from zero_full.config.auto import STAND_INS, read_filled
 from zero_full.config.json_parser import NotJsonError, parse
 from zero_full.errors import PlanError
 from zero_full.plan.planning import plan, plan_stages
 from zero_full.plan.result import side_by_side
+from zero_full.plan.user_frames import raised
 from zero_full.precision.dtypes import NAMES
 
 
@@ -79,9 +80,7 @@ def model_of(name: str, mesh: Any = None) -> nn.Module:
 
     mesh  of the tensor-parallel ranks; passed to a function that needs an argument
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise PlanError(f'--model {name}: write module:function, such as "my_models:llama_7b"')
+    module_name, attribute = module_and_function(name)
     module = _module(module_name)
     if not hasattr(module, attribute):
         known = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
@@ -102,8 +101,11 @@ def model_of(name: str, mesh: Any = None) -> nn.Module:
             f"--model {name} cannot be called without arguments ({error}). Name a function that needs none "
             "and returns the model"
         ) from None
-    with torch.device("meta"):
-        model = make(*given)
+    try:
+        with torch.device("meta"):
+            model = make(*given)
+    except Exception as error:
+        raise PlanError(f"--model {name} failed with {raised(error)}") from error
     if not isinstance(model, nn.Module):
         raise PlanError(f"--model {name} returned {model!r:.60}, not an nn.Module")
     return model
@@ -119,22 +121,20 @@ def _takes(make: Any, *arguments: Any) -> bool:
 
 
 def _module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but an import inside it fails
-        raise PlanError(
-            f"--model {name}:...: there is no module {error.name}. Run this in the directory that has it"
-        ) from None
+            raise PlanError(f"--model: importing {name} failed with {raised(error)}") from error
+        raise no_module(name, error.name) from None
+    except Exception as error:
+        raise PlanError(f"--model: importing {name} failed with {raised(error)}") from error
 
 
 def input_of(text: str) -> Tensor:
     """Make a meta tensor from a description such as "2x1024:int64"."""
-    found = re.fullmatch(r"(\d+(?:x\d+)*):(\w+)", text)
-    dtype = NAMES.get(found[2], getattr(torch, found[2], None)) if found else None
-    if found is None or not isinstance(dtype, torch.dtype):
-        raise PlanError(f'--batch {text}: write the shape and dtype of an input, such as "2x1024:int64"')
-    return torch.empty([int(size) for size in found[1].split("x")], dtype=dtype, device="meta")
+    sizes, name = shape_and_type(text)
+    dtype = NAMES.get(name, getattr(torch, name, None))
+    if not isinstance(dtype, torch.dtype):
+        raise bad_batch(text)
+    return torch.empty(sizes, dtype=dtype, device="meta")

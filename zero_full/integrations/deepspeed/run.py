@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from zero_full.arguments import script_of
 from zero_full.errors import UsageError
 from zero_full.integrations.deepspeed.install import install
 from zero_full.start.launch import LOCALHOST, read_launcher
@@ -16,12 +17,7 @@ from zero_full.start.launch import LOCALHOST, read_launcher
 
 def prepare(options: Namespace) -> Callable[[], int]:
     """Check the arguments and install the stand-in. Returns what runs the script or the module."""
-    target = options.m or [options.script, *options.arguments]
-    if not target or target[0] is None:
-        raise UsageError("no script is given. Pass one, or -m and a module")
-    launches = not options.m and target[:2] == ["accelerate", "launch"] and not Path("accelerate").is_file()
-    if not (options.m or launches or Path(target[0]).is_file()):
-        raise UsageError(f"there is no script {target[0]}. For a module write -m {target[0]}")
+    target, launches = script_of(options)
     try:
         install()
     except ImportError as error:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ class Hook:
         self.module, self.owner = weakref.ref(module), weakref.ref(method.__self__)
         self.function = method.__func__
         self.more = more  # the method's first arguments
+        _exclude_from_compilation()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Call the method, if its object is alive and this is the hook's own module."""
         owner = self.owner()
@@ -44,6 +45,15 @@ class Hook:
         owner = self.owner()
         if owner is not None and hasattr(owner, "check_copy"):
             owner.check_copy()
+
+
+@cache
+def _exclude_from_compilation() -> None:
+    """Exclude calls of `Hook` from torch.compile, before the first hook is used.
+
+    A decorator would do it at import, but `torch.compiler.disable` imports torch's compiler: about two seconds.
+    """
+    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
 
 
 class InnerHook(Hook):
