@@ -15,8 +15,9 @@ try:
     from lessons import exercise
     from lessons.check import check
     from lessons.exercise import LessonError, find_lesson, shown
+    from lessons.interrupt import INTERRUPTED
     from lessons.progress import accepted, places, places_of_passed, progress
-    from lessons.registry import IN_ORDER, RELEASED, Lesson
+    from lessons.registry import COURSES, IN_ORDER, RELEASED, Lesson
     from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -57,6 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     except LessonError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        Console().show_cursor()  # which a progress bar had hidden
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -219,6 +224,9 @@ def watch(chosen: Chosen) -> int:
 
 def golf(chosen: Chosen) -> int:
     """A course of ZeRO golf."""
+    if chosen.number not in COURSES:  # before torch is imported
+        known = "; ".join(f"{number}: {title}" for number, title in COURSES.items())
+        raise LessonError(f"there is no course {chosen.number!r}; the courses are {known}")
     from lessons.golf import golf as play
 
     return play(chosen.number)
@@ -322,4 +330,8 @@ def print_table(rows: list[tuple[str, ...]] | list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == INTERRUPTED:  # without waiting for threads that are ranks
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

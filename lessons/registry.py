@@ -23,6 +23,11 @@ def assigned() -> list[str] | None:
 
 
 RELEASED = assigned()
+COURSES = {  # of golf, by number
+    "1": "nobody needs all of Adam's averages",
+    "2": "gradients leave while backward runs, in two micro-batches",
+    "3": "parameters come and go",
+}
 
 
 @dataclass(frozen=True)

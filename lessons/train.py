@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from lessons import bill, plots
+from lessons import bill, interrupt, plots
 from lessons.bill import Bill
 from lessons.registry import ROOT
 from lessons.rows import ROWS, Row
@@ -94,7 +94,15 @@ def demo(world: int = 2, steps: int = 100, out: Path = PICTURE) -> int:
     """Measure, train and report every row on `world` processes; 0 if all agree with the formulas."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            mp.spawn(one_rank, (world, Path(folder) / "meet", steps, out), nprocs=world)  # type: ignore[no-untyped-call]
+            with interrupt.ignored():  # by ranks that are still importing torch
+                given = (world, Path(folder) / "meet", steps, out)
+                ranks: Any = mp.spawn(one_rank, given, world, join=False, daemon=True)  # type: ignore[no-untyped-call]
+            while not ranks.join():
+                pass
+        except KeyboardInterrupt:
+            for process in ranks.processes:
+                process.kill()
+            raise
         except mp.ProcessExitedException as ended:
             if ended.exit_code != DISAGREE:
                 raise
@@ -104,6 +112,7 @@ def demo(world: int = 2, steps: int = 100, out: Path = PICTURE) -> int:
 
 def one_rank(rank: int, world: int, meet: Path, steps: int, out: Path) -> None:
     """What each process does. It meets the others in a file."""
+    interrupt.end_silently()
     torch.set_num_threads(1)  # processes must not fight for the cores
     limit = timedelta(seconds=60)
     store = dist.FileStore(str(meet), world)

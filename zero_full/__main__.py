@@ -12,7 +12,7 @@ from zero_full.formatting import printable
 
 # Errors in the arguments or in a file that they name. Others are failures of the command, with a traceback.
 USAGE_ERRORS = (ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError)
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130  # exit codes. 0: fine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,5 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run() -> None:
+    """Run one command and end the process with its exit code."""
+    code = main()
+    if code == INTERRUPTED:  # at once, without waiting for threads
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

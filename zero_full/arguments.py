@@ -86,7 +86,10 @@ def bad_batch(text: str) -> PlanError:
 
 
 def script_of(options: Namespace) -> tuple[list[str], bool]:
-    """Return the script or module of `as-deepspeed` with its arguments, and whether it is `accelerate launch`."""
+    """Return the script or module of `as-deepspeed`, with its arguments.
+
+    Also returns whether it is `accelerate launch`.
+    """
     target = options.m or [options.script, *options.arguments]
     if not target or target[0] is None:
         raise UsageError("no script is given. Pass one, or -m and a module")

@@ -141,7 +141,10 @@ def test_configurations_are_checked_for_the_ranks_they_were_written_for(
     bad.write_text(json.dumps({"train_batch_size": 6, "amp": {"enabled": True}, "zero_optimisation": {}}))
     assert main(["migrate", str(good)]) == 0
     printed = capsys.readouterr().out
-    assert f"{good}: no mistake found on 8 ranks" in printed and f"{good}:1: remark: aio.queue_depth = " in printed
+    assert (
+        f"{good}: no mistake found on 8 ranks" in printed
+        and f"{good}:1: remark: aio.queue_depth = " in printed
+    )
     assert f"{good}:1: remark: gradient_clipping is not in the configuration" in printed
     assert main(["migrate", str(good), str(bad)]) == 1
     printed = capsys.readouterr().out

@@ -156,5 +156,5 @@ def _json(path: Path, world: int | None) -> int:
         ranks = counted(checked.world, "rank")
         print(f"{path}: no mistake found{filled} on {ranks} (--world asks for others)")
         if quick:
-            print(f"{path}: to check the optimizer, the scheduler and a dry run: python -m zero_full check {path}")
+            print(f"{path}: for the optimizer, the scheduler and a dry run: python -m zero_full check {path}")
     return checked.count("refused")

@@ -51,7 +51,7 @@ class Hook:
 def _exclude_from_compilation() -> None:
     """Exclude calls of `Hook` from torch.compile, before the first hook is used.
 
-    A decorator would do it at import, but `torch.compiler.disable` imports torch's compiler: about two seconds.
+    A decorator would do it at import. But `torch.compiler.disable` imports torch's compiler: seconds.
     """
     Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
 
