@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from rich.console import Console
-    from rich.table import Table
-
     from lessons import exercise
     from lessons.check import check
     from lessons.exercise import LessonError, find_lesson, shown
     from lessons.interrupt import INTERRUPTED
     from lessons.progress import accepted, places, places_of_passed, progress
     from lessons.registry import COURSES, IN_ORDER, RELEASED, Lesson
+    from lessons.tables import console, print_table
     from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -59,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        Console().show_cursor()  # which a progress bar had hidden
+        console().show_cursor()  # which a progress bar had hidden
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -153,6 +151,7 @@ def verify(chosen: Chosen) -> int:
     """A table of what is in hand-ins; 0 if all of them claim what is found."""
     from lessons import handin
 
+    handin.check_files(chosen.files)
     found = handin.verify(chosen.files)
     print_table([("file", "name", "lesson", "points claimed", "points found", "")] + [x.row for x in found])
     return 0 if all(each.note == "same" for each in found) else 1
@@ -319,14 +318,6 @@ def _bills() -> tuple[list[Any], dict[str, str]]:
                 raise
             blank[row.name] = met[0]
     return bills, blank
-
-
-def print_table(rows: list[tuple[str, ...]] | list[list[str]]) -> None:
-    """A table whose first row is the header."""
-    drawn = Table(*rows[0], show_lines=any("\n" in cell for row in rows for cell in row))
-    for row in rows[1:]:
-        drawn.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 110).print(drawn)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,15 @@ class Found:
         return (self.file, self.name, self.lesson, self.claimed, self.found, self.note)
 
 
+def check_files(files: Sequence[Path]) -> None:
+    """Raise LessonError if none of these files exists, with the hand-ins that do."""
+    if any(file.exists() for file in files):
+        return
+    there = ", ".join(shown(path) for path in sorted(registry.WORK.glob("handin_*.json")))
+    known = f"there is {there}" if there else "python -m lessons handin N --name NAME writes one"
+    raise LessonError(f"there is no hand-in {', '.join(map(str, files))}; {known}")
+
+
 def verify(files: Sequence[Path]) -> list[Found]:
     """Look into hand-ins, one after the other: a file that cannot be read does not stop the others."""
     if RELEASED is not None:

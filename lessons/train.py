@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
-from lessons import bill, interrupt, plots
+from lessons import bill, interrupt, plots, tables
 from lessons.bill import Bill
 from lessons.registry import ROOT
 from lessons.rows import ROWS, Row
+from lessons.tables import print_table
 from zero_min.comm import Comm
 from zero_min.dist_comm import DistComm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
@@ -71,15 +71,13 @@ def run_row(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tupl
 def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> bool:
     """The table: loss, bytes held and sent against the formula. Returns whether all agree."""
     ranks, numel = len(bills[0].ranks), bills[0].numel
-    drawn = Table(title=f"GPT with {numel:,} parameters on {ranks} ranks, bytes per parameter")
-    for column in ("", "loss", "held", "formula", "sent", "formula", "integers"):
-        drawn.add_column(column, justify="left" if column == "" else "right", no_wrap=True)
+    table = [["", "loss", "held", "formula", "sent", "formula", "integers"]]
     for each, loss in zip(bills, losses, strict=True):
         held = (each.held, bill.on_device(each.formula_held))
         sent = (each.sent, each.formula_sent / each.row.steps)
         cells = [f"{n / numel:.3f}" for n in held] + [f"{n / ranks / numel:.3f}" for n in sent]
-        drawn.add_row(each.row.name, f"{loss:.4f}", *cells, "equal" if each.exact() else "DIFFERENT")
-    console.print(drawn)
+        table.append([each.row.name, f"{loss:.4f}", *cells, "equal" if each.exact() else "DIFFERENT"])
+    print_table(table, f"GPT with {numel:,} parameters on {ranks} ranks, bytes per parameter", right=True)
     console.print("loss: of the last step, mean over the ranks")
     console.print("held: on one rank's device between steps; sent: by one rank in a step, mean over the run.")
     console.print("The formulas, the papers' with all padding and scales, are in zero_min/formula.py.")
@@ -118,7 +116,7 @@ def one_rank(rank: int, world: int, meet: Path, steps: int, out: Path) -> None:
     store = dist.FileStore(str(meet), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     comm = DistComm(check=False)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = tables.console()
     columns = [TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}")]
     losses, bills = [], []

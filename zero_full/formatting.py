@@ -60,6 +60,17 @@ def terminal_width() -> int:
     return max(NARROW, shutil.get_terminal_size().columns)
 
 
+def flowed(items: Sequence[str], width: int) -> list[str]:
+    """Return items in lines of at most `width` characters, two spaces apart. No item is broken."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + 2 + len(item) <= width:
+            lines[-1] += f"  {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
 def table_row(name: str, value: str, column: int, width: int) -> list[str]:
     """Return the lines of a two-column table row, whose second column begins at `column`.
 

@@ -7,7 +7,7 @@ import pytest
 
 import zero_min
 from lessons import golf, registry
-from lessons.exercise import LessonError
+from lessons.__main__ import main
 from lessons.golf import COURSES, Course, StageSchedule, card, play, wrong
 from lessons.golf_start import Schedule
 
@@ -102,5 +102,5 @@ def test_a_course_begins_with_a_file_that_is_kept(work: Path, capfd: Capture) ->
     golf.golf("1")
     assert "is written" not in capfd.readouterr().out
     assert (work / "golf1.py").read_text(encoding="utf-8") == "Schedule = 3\n"
-    with pytest.raises(LessonError, match="no course '4'; the courses are 1: nobody"):
-        golf.golf("4")
+    assert main(["golf", "4"]) == 2
+    assert "no course '4'; the courses are 1: nobody" in capfd.readouterr().err

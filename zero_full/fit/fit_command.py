@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,9 @@ from zero_full.fit.activation_estimate import Batch
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
 from zero_full.fit.hf_config import Shape, read
 from zero_full.fit.mesh import HEADS, cut_for_tensor
+from zero_full.formatting import INDENT, terminal_width
 from zero_full.plan import human
+from zero_full.plan.bars import Bars, Style
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
@@ -77,11 +80,16 @@ def _lines(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str
         f"{how} activation checkpointing"
     )
     yield ""
+    width = terminal_width()
+    plans = [each.plan for each in found.candidates]
+    bars = Bars(plans, width - INDENT, Style.of(sys.stdout), machine.memory)
     for each in found.candidates:
         mark = ">" if each is found.chosen else " "
         peak = human(each.plan.peak) + (" + activations" if each.plan.activations is None else "")
         yield f"{mark} {each.name}: {each.verdict}, peak {peak}"
         yield f"    {each.reason}"
+        yield f"    {bars.bar(each.plan)}"
+    yield from bars.legend(width)
     yield ""
     yield from _answer(shape, machine, run, found)
 

@@ -19,6 +19,8 @@ from zero_full.config import auto_keys, fill_auto
 from zero_full.config.auto import STAND_INS, read_filled
 from zero_full.config.json_parser import NotJsonError, parse
 from zero_full.errors import PlanError
+from zero_full.formatting import terminal_width
+from zero_full.plan.bars import Style, drawing
 from zero_full.plan.planning import plan, plan_stages
 from zero_full.plan.result import side_by_side
 from zero_full.plan.user_frames import raised
@@ -43,6 +45,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(each.as_json() for each in plans))
     else:
         print(side_by_side(plans) if options.stages else plans[0].table())
+        print("", drawing(plans, terminal_width(), Style.of(sys.stdout)), sep="\n")
     return 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero_full.formatting import human
+from zero_full.formatting import human, terminal_width
 
 PERSISTENT = {
     "parameters": "parameters",
@@ -31,6 +31,7 @@ NAMES = {
     "peak": "peak",
     "sent": "sent in a step",
 }
+WIDE = 67  # characters: a row with the exact number of bytes
 WITHOUT_ACTIVATIONS = "+ activations"  # shown after the peak if activations are unknown
 
 
@@ -193,15 +194,21 @@ def _by_place(largest: Plan) -> Iterator[str]:
 
 
 def _line(name: str, size: int | None) -> str:
-    return _named(name, size) + (f"{size:>24,}" if size is not None else "")
+    exact = f"{size:>24,}" if size is not None and terminal_width() >= WIDE else ""
+    return _named(name, size) + exact
 
 
 def _named(name: str, size: int | None) -> str:
-    return f"{name:<34}{human(size):>9}"
+    return f"{name:<{min(34, terminal_width() - 9)}}{human(size):>9}"
 
 
 def side_by_side(plans: Sequence[Plan]) -> str:
-    """Return a table with a column for each stage. Rows that are zero at all stages are left out."""
+    """Return a table with a column for each stage. Rows that are zero at all stages are left out.
+
+    In a narrow terminal, return a table for each stage instead.
+    """
+    if terminal_width() < len(_row("", [""] * len(plans))):
+        return "\n\n".join(each.table() for each in plans)
     lines = [
         f"{_ranks(plans[0])}, {plans[0].numel:,} parameters: bytes a rank",
         _row("stage", [str(each.stage) for each in plans]),
