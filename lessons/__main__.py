@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     lesson = "the lesson's number"
-    add("list", list_lessons, "the lessons, where their pages are, and how far you are")
+    each = add("list", list_lessons, "the lessons, where their pages are, and how far you are")
+    each.add_argument("--json", action="store_true", help="a line for each lesson, for a program to read")
     each = add("demo", demo, "train a small GPT at every stage on processes; table and picture")
     each.add_argument("--world", type=int, default=2, help="processes; else 2")
     each.add_argument("--steps", type=int, default=100, help="of training; else 100")
@@ -91,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--name", required=True, help="whose work it is")
     each = add("verify", verify, "for instructors: judge hand-ins again. It runs the code that is in them")
     each.add_argument("files", nargs="+", type=Path, metavar="FILE", help="hand-ins")
+    each.add_argument("--json", action="store_true", help="a line for each lesson, for a program to read")
     each = add("release", release, "for instructors: a folder for students, with exercises and no answers")
     each.add_argument("folder", type=Path, metavar="DIR", help="the folder, which must not exist yet")
     each.add_argument("numbers", nargs="*", metavar="N", help="the lessons' numbers; else all")
@@ -153,7 +157,12 @@ def verify(chosen: Chosen) -> int:
 
     handin.check_files(chosen.files)
     found = handin.verify(chosen.files)
-    print_table([("file", "name", "lesson", "points claimed", "points found", "")] + [x.row for x in found])
+    if chosen.json:
+        print("\n".join(json.dumps(asdict(each)) for each in found))
+    else:
+        print_table(
+            [("file", "name", "lesson", "points claimed", "points found", "")] + [x.row for x in found]
+        )
     return 0 if all(each.note == "same" for each in found) else 1
 
 
@@ -246,6 +255,10 @@ def list_lessons(chosen: Chosen) -> int:
     """Every lesson with its page and the learner's progress."""
     from lessons.notebook_copies import copy_or_original
 
+    if chosen.json:
+        for x in IN_ORDER:
+            print(json.dumps({"lesson": str(x.number), "title": x.title, "work": progress(x)}))
+        return 0
     rows = [("", "lesson, its page and its notebook", "your work")]
     for x in IN_ORDER:
         places = [shown(path) for path in (x.page, copy_or_original(x.notebook)) if path.exists()]

@@ -105,7 +105,7 @@ def _build(options: Namespace) -> int:
     from zero_full.kernels.builder import PARTS
     from zero_full.kernels.toolchain import BuildError
 
-    failed = 0
+    failed = False
     for part in [options.part] if options.part else PARTS:
         report = partial(print, f"{part}:", flush=True)
         if part == "cuda" and options.part is None and torch.version.cuda is None:
@@ -114,9 +114,9 @@ def _build(options: Namespace) -> int:
         try:
             report(load.build_now(part, report))
         except (BuildError, OSError) as error:
-            failed += part in ("cpu", options.part)
+            failed = failed or part in ("cpu", options.part)
             report(f"not built: {error}")
-    return failed
+    return 1 if failed else 0
 
 
 CHECKPOINT = (
@@ -135,7 +135,7 @@ COMMANDS = (
         "doctor",
         "report what is installed, what is used, and any problems",
         ("", "--measure", "--measure /local_nvme"),
-        lambda options: doctor.main(options.measure),
+        lambda options: doctor.main(options.measure, options.json),
         (
             _argument(
                 "--measure",
@@ -145,6 +145,7 @@ COMMANDS = (
                 const="",
                 metavar="DIRECTORY",
             ),
+            _flag("--json", "print one line of JSON"),
         ),
         more="It starts nothing. The exit code is 1 if there is a problem.",
     ),
@@ -252,6 +253,7 @@ COMMANDS = (
             _argument("files", "scripts (.py) and configurations (.json)", nargs="+", metavar="FILE"),
             _flag("--write", "change the scripts, not only show the diff"),
             _number("--world", "check configurations for this many ranks"),
+            _flag("--json", "print one line of JSON for each file"),
         ),
         more="Scripts are read, not run. Without --write it only shows the diff.\n"
         "The exit code is 1 if anything is left to do by hand.",
@@ -293,6 +295,7 @@ COMMANDS = (
                 default="5GB",
                 metavar="SIZE",
             ),
+            _flag("--json", "print one line of JSON"),
         ),
         more="One process writes parameters and buffers, without the model.\n"
         "Memory does not grow with the model.",
@@ -305,6 +308,7 @@ COMMANDS = (
         (
             _argument("recording", "the path that was passed to engine.record", type=Path, metavar="FILE"),
             _flag("--moments", "also print every event, with a sentence"),
+            _flag("--json", "print one line of JSON: the recording, merged"),
         ),
         more="If the run was killed or hangs, the files of the ranks are merged first.",
     ),

@@ -41,7 +41,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"settings"},
     {"offload", "optim"},
     {"comm", "config", "doctor", "precision"},
-    {"arguments"},
+    {"arguments", "progress"},
     {"_compat", "errors", "formatting", "kernels", "layout", "nested"},
     {"threads"},
 )

@@ -5,10 +5,12 @@ work where the rest of the package fails, so every import may fail, including th
 """
 
 import importlib
+import json
 import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,9 +23,9 @@ PYDANTIC_AT_LEAST = (2, 0)
 Rows = list[tuple[str, str]]
 
 
-def report() -> str:
-    """Return all sections as plain text in two columns, wrapped to the terminal's width."""
-    sections = {
+def sections() -> dict[str, Rows]:
+    """Return the rows of all sections, by title."""
+    return {
         "zero_full": package(),
         "machine": machine(),
         "accelerators": accelerators(),
@@ -35,9 +37,14 @@ def report() -> str:
         ],
         "compiled ops": compiled_ops(),
     }
-    column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal_width()
+
+
+def report() -> str:
+    """Return all sections as plain text in two columns, wrapped to the terminal's width."""
+    found, width = sections(), terminal_width()
+    column = 4 + max(len(name) for rows in found.values() for name, _ in rows)
     lines: list[str] = []
-    for title, rows in sections.items():
+    for title, rows in found.items():
         lines.append(title)
         for name, value in rows:
             lines += table_row(f"  {name}", value, column, width)
@@ -55,15 +62,19 @@ def problems() -> list[str]:
     return found + requirement_problems("safetensors") + launcher_problems()
 
 
-def main(measure: str | None = None) -> int:
+def main(measure: str | None = None, as_json: bool = False) -> int:
     """Print the report and a line for each problem. Returns the exit code: 0 without problems, else 1.
 
     `measure`: also measure bandwidths, of memory and, unless it is "", of this directory's disk.
     """
+    if as_json:
+        return _print_json(measure)
     print(report())
     found = problems()
     if measure is not None:
-        found += measured(measure)
+        print("measured, by one process")
+        found += measured(measure, lambda name, value: print(f"  {name}  {value}", flush=True))
+        print()
     for problem in found:
         print(f"problem: {problem}")
     if not found:
@@ -71,20 +82,28 @@ def main(measure: str | None = None) -> int:
     return 1 if found else 0
 
 
-def measured(place: str) -> list[str]:
-    """Print bandwidths line by line, as each takes seconds. Returns errors of the measurement."""
+def _print_json(measure: str | None) -> int:
+    """Print the report as one line of JSON. Returns the exit code."""
+    rows: Rows = []
+    found = problems()
+    if measure is not None:
+        found += measured(measure, lambda name, value: rows.append((name, value)))
+    about = {title: dict(each) for title, each in sections().items()}
+    print(json.dumps({"report": about, "measured": dict(rows), "problems": found}))
+    return 1 if found else 0
+
+
+def measured(place: str, show: Callable[[str, str], None]) -> list[str]:
+    """Measure bandwidths, and show each at once, as it takes seconds. Returns errors of the measurement."""
     bandwidth, reason = imported("zero_full.doctor.bandwidth")
     if bandwidth is None:
         return [f"nothing can be measured: {reason}"]
-    print("measured, by one process")
     try:
         for rows in (bandwidth.memory_rows, *([partial(bandwidth.disk_rows, place)] if place else [])):
             for name, value in rows():
-                print(f"  {name}  {value}", flush=True)
+                show(name, value)
     except bandwidth.MeasureError as error:
         return [str(error)]
-    finally:
-        print()
     return []
 
 

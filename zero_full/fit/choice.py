@@ -1,6 +1,6 @@
 """Choose the lowest stage that fits, with the reasons why others do not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,9 +94,14 @@ class Candidate:
     @property
     def name(self) -> str:
         """The stage and offload device as text."""
-        zero = self.config["zero_optimization"]
-        places = {"": "", HOST: ", state on the host", FILE: ", state in a file"}
-        return f"stage {zero['stage']}{places[zero.get(STATE, {}).get('device', '')]}"
+        return name_of(self.config)
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """Return the stage and offload device of a configuration as text."""
+    zero = config["zero_optimization"]
+    places = {"": "", HOST: ", state on the host", FILE: ", state in a file"}
+    return f"stage {zero['stage']}{places[zero.get(STATE, {}).get('device', '')]}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,11 @@ class Fit:
     chosen: Candidate | None
 
 
-def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
-    """Try all stages without offloading, then offloading until a candidate fits that is not tight."""
+def fit(shape: Shape, machine: Machine, run: Run, report: Callable[[str], None] = lambda text: None) -> Fit:
+    """Try all stages without offloading, then offloading until a candidate fits that is not tight.
+
+    `report` is called with a text before each plan, which takes seconds for a large model.
+    """
     positions = shape.sizes.get("positions", run.batch.context)
     if run.batch.context > positions:
         key = key_of(shape.family, "positions")
@@ -124,6 +132,7 @@ def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
         if place and _best(tried) is not None:
             break
         config = run.config(stage, place)
+        report(f"planning {name_of(config)} ...")
         made = plan(model, config, machine.data, tensor=machine.tensor if machine.tensor > 1 else None)
         if machine.pipe > 1:
             made = with_activations(shape, run.batch, run.micro_batches, parameter_bytes, made)

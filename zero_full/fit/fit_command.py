@@ -16,6 +16,7 @@ from zero_full.fit.mesh import HEADS, cut_for_tensor
 from zero_full.formatting import INDENT, terminal_width
 from zero_full.plan import human
 from zero_full.plan.bars import Bars, Style
+from zero_full.progress import StatusLine
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
@@ -26,7 +27,8 @@ def main(options: argparse.Namespace) -> int:
     machine = _machine(options)
     batch = Batch(options.sequences, options.context, options.checkpointing)
     run = Run(batch, options.micro_batches, options.precision)
-    found = fit(shape, machine, run)
+    with StatusLine(sys.stderr) as line:
+        found = fit(shape, machine, run, line.show)
     if options.json:
         print("\n".join(json.dumps(_as_dict(each, found)) for each in found.candidates))
     else:

@@ -45,6 +45,9 @@ def replay(options: argparse.Namespace) -> int:
     """Print a recording. Merge the ranks' files first, if they are newer."""
     path: Path = options.recording
     recording, made = open_recording(path)
+    if options.json:
+        print(json.dumps(recording))
+        return 0
     if made:
         print(f"{path} was merged from the ranks' files in {folder_of(path)}")
     for line in picture(recording, options.moments, min(WIDE, terminal_width())):

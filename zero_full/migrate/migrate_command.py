@@ -6,6 +6,7 @@ counterpart. `--write` changes the files. The table of names is in `name_table.p
 
 import argparse
 import difflib
+import json
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,14 +37,42 @@ class Migrated(NamedTuple):
     moved: Callable[[int], int]  # converts a line number to that of the result
 
 
+class Report(NamedTuple):
+    """What was found in one file. A line number of 0 is the whole file's."""
+
+    file: str
+    diff: list[str]
+    findings: list[ManualChange]  # left to do by hand
+    remarks: list[ManualChange]
+    notes: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as text."""
+        yield from self.diff
+        for kind, found in (("", self.findings), ("remark: ", self.remarks)):
+            for line, text in found:
+                yield f"{self.file}{f':{line}' if line else ''}: {kind}{text}"
+        yield from (f"{self.file}: {note}" for note in self.notes)
+
+    def as_json(self) -> str:
+        """Return the report as one line of JSON."""
+        lists = {"findings": self.findings, "remarks": self.remarks}
+        rows = {name: [each._asdict() for each in found] for name, found in lists.items()}
+        return json.dumps({"file": self.file, "diff": self.diff, **rows, "notes": self.notes})
+
+
 def main(options: argparse.Namespace) -> int:
     """Migrate each file. Returns the exit code: 1 if anything is left to do by hand, else 0."""
     left, world = 0, options.world
     for path in map(Path, options.files):
         if path.suffix not in (".py", ".json"):
             raise MigrateError(f"{path}: expected a script (.py) or a configuration (.json)")
-        left += _script(path, options.write, world) if path.suffix == ".py" else _json(path, world)
-    print(f"{left or 'nothing'} left to do by hand")
+        report = _script(path, options.write, world) if path.suffix == ".py" else _json(path, world)
+        for line in [report.as_json()] if options.json else report.lines():
+            print(line)
+        left += len(report.findings)
+    if not options.json:
+        print(f"{left or 'nothing'} left to do by hand")
     return 1 if left else 0
 
 
@@ -63,26 +92,23 @@ def migrate(source: str, world: int | None = None) -> Migrated:
     return Migrated(rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
 
 
-def _script(path: Path, write: bool, world: int | None) -> int:
+def _script(path: Path, write: bool, world: int | None) -> Report:
     source, encoding = _read(path)
     try:
         migrated = migrate(source, world)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise MigrateError(f"{path}{line}: not valid Python: {error}") from None
-    if migrated.result == source:
-        print(f"{path}: no name to change")
     name = path.as_posix().lstrip("/")
     old, new = source.splitlines(), migrated.result.splitlines()
-    for line in difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm=""):
-        print(line)
-    kinds = {"": migrated.findings, "remark: ": migrated.remarks}
-    for kind, findings in kinds.items():
-        for number, text in findings:
-            print(f"{path}:{migrated.moved(number) if write else number}: {kind}{text}")
+    diff = list(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm=""))
+    found = [
+        [each._replace(line=migrated.moved(each.line)) if write else each for each in changes]
+        for changes in (migrated.findings, migrated.remarks)
+    ]
     if write and migrated.result != source:
         replace_file(path, migrated.result.encode(encoding))
-    return len(migrated.findings)
+    return Report(str(path), diff, *found, notes=[] if diff else ["no name to change"])
 
 
 def _read(path: Path) -> tuple[str, str]:
@@ -137,24 +163,27 @@ def _value_of(text: str) -> Any:
         return None
 
 
-def _json(path: Path, world: int | None) -> int:
+def _json(path: Path, world: int | None) -> Report:
     try:
         text = text_of(path)
         quick = _unusual_optimizer(_value_of(text)) is None
         checked = check_text(text, world, quick)
     except ConfigError as error:
         raise MigrateError(str(error)) from None
+    report = Report(str(path), [], [], [], [])
     if checked.remark:
-        print(f"{path}: remark: {checked.remark}")
+        report.remarks.append(ManualChange(0, checked.remark))
     for each in checked.printed:
         if quick and each.kind == "unknown":
             continue
-        remark = "" if each.kind == "refused" else "remark: "
-        print(f"{path}:{each.line}: {remark}{each.text}")
-    if not checked.count("refused"):
+        found = report.findings if each.kind == "refused" else report.remarks
+        found.append(ManualChange(each.line, each.text))
+    if not report.findings:
         filled = ' once "auto" is filled in' if checked.remark else ""
         ranks = counted(checked.world, "rank")
-        print(f"{path}: no mistake found{filled} on {ranks} (--world asks for others)")
+        report.notes.append(f"no mistake found{filled} on {ranks} (--world asks for others)")
         if quick:
-            print(f"{path}: for the optimizer, the scheduler and a dry run: python -m zero_full check {path}")
-    return checked.count("refused")
+            report.notes.append(
+                f"for the optimizer, the scheduler and a dry run: python -m zero_full check {path}"
+            )
+    return report

@@ -25,6 +25,7 @@ from zero_full.plan.planning import plan, plan_stages
 from zero_full.plan.result import side_by_side
 from zero_full.plan.user_frames import raised
 from zero_full.precision.dtypes import NAMES
+from zero_full.progress import StatusLine
 
 
 def main(options: argparse.Namespace) -> int:
@@ -39,7 +40,8 @@ def main(options: argparse.Namespace) -> int:
     options_of_plan = {"inputs": [input_of(text) for text in options.batch], "device": options.device}
     for name in ("expert_parallel", "tensor", "pipe"):
         options_of_plan[name] = getattr(options, name)
-    with _tensor_mesh(options.tensor) as mesh:
+    with _tensor_mesh(options.tensor) as mesh, StatusLine(sys.stderr) as line:
+        line.show("planning ...")
         plans = make(model_of(options.model, mesh), config, options.world, **options_of_plan)
     if options.json:
         print("\n".join(each.as_json() for each in plans))
