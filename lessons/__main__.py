@@ -17,7 +17,7 @@ try:
     from lessons.interrupt import INTERRUPTED
     from lessons.progress import accepted, places, places_of_passed, progress
     from lessons.registry import COURSES, IN_ORDER, RELEASED, Lesson
-    from lessons.tables import console, print_table
+    from lessons.tables import console, print_table, waiting
     from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--world", type=int, default=2, help="processes; else 2")
     each.add_argument("--steps", type=int, default=100, help="of training; else 100")
     _may_be_mine(each)
-    _may_be_mine(add("bill", bill, "bytes per parameter of every stage, on 4 ranks, in seconds"))
+    each = add("bill", bill, "bytes per parameter of every stage, on 4 ranks, in seconds")
+    each.add_argument("--json", action="store_true", help="bytes, a line for each row, for a program to read")
+    _may_be_mine(each)
     each = add("start", start, "write the exercise of lesson N into work/", lesson)
     each.add_argument("--force", action="store_true", help="overwrite your answer")
     each = add("check", check_work, "run the shared tests on your work file", lesson)
@@ -160,9 +162,8 @@ def verify(chosen: Chosen) -> int:
     if chosen.json:
         print("\n".join(json.dumps(asdict(each)) for each in found))
     else:
-        print_table(
-            [("file", "name", "lesson", "points claimed", "points found", "")] + [x.row for x in found]
-        )
+        header = ("file", "name", "lesson", "points claimed", "points found", "")
+        print_table([header, *(each.row for each in found)])
     return 0 if all(each.note == "same" for each in found) else 1
 
 
@@ -283,21 +284,25 @@ def bill(chosen: Chosen) -> int:
     """Bytes per parameter on each rank, measured with four thread-ranks, beside the formula."""
     if chosen.mine or RELEASED is not None:
         mine = places_of_passed() if RELEASED is None else places(accepted())
-        return run_replaced(mine, "lessons.__main__:print_bills")
-    return print_bills()
+        return run_replaced(mine, "lessons.__main__:print_bills", as_json=chosen.json)
+    return print_bills(chosen.json)
 
 
-def print_bills() -> int:
-    """A table of all rows of the demo."""
+def print_bills(as_json: bool = False) -> int:
+    """A table of all rows of the demo, or a line of JSON for each."""
     from lessons.bill import table
 
     bills, blank = _bills()
+    exact = all(bill.exact() for bill in bills)
+    if as_json:
+        for each in bills:
+            print(json.dumps(each.facts()))
+        return 0 if bills and exact else 1
     for name, number in blank.items():
         print(f"{name}: lesson {number} is blank here, or has not passed")
     if not bills:
         return 1
     print_table([*_without_equals(table(bills))])
-    exact = all(bill.exact() for bill in bills)
     print(f"bytes per parameter on each of 4 ranks; {bills[0].numel:,} parameters; sent = per step and rank")
     print("measured and formula agree as integers" if exact else "measured and formula DISAGREE")
     return 0 if exact else 1
@@ -322,7 +327,7 @@ def _bills() -> tuple[list[Any], dict[str, str]]:
     from zero_min import WorldError
 
     bills, blank = [], {}
-    for row in ROWS:
+    for row in waiting(ROWS, "measuring"):
         try:
             bills.append(measure(row))
         except WorldError as error:

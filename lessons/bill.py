@@ -63,6 +63,13 @@ class Bill:
         """Bytes all ranks together send in a step, on average."""
         return self.sent_in_all / self.row.steps
 
+    def facts(self) -> dict[str, Any]:
+        """The measured bytes and the formula's, for a program to read."""
+        measured = {"held": dict(self.ranks[0].held), "sent": self.sent_in_all}
+        formula = {"formula_held": dict(self.formula_held), "formula_sent": self.formula_sent}
+        about = {"row": self.row.name, "ranks": len(self.ranks), "parameters": self.numel}
+        return {**about, "steps": self.row.steps, **measured, **formula, "exact": self.exact()}
+
     def exact(self) -> bool:
         """Whether every measured number is the formula's, as an integer."""
         return self.sent_in_all == self.formula_sent and all(

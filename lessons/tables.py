@@ -2,12 +2,15 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import track
 from rich.table import Table
 
+Item = TypeVar("Item")
 WIDTH = 110  # of output that goes into a file or a pipe
 
 
@@ -15,6 +18,12 @@ def console() -> Console:
     """The terminal, with its width, or that of the variable COLUMNS."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if known else WIDTH, highlight=False)
+
+
+def waiting(items: Sequence[Item], what: str) -> Iterable[Item]:
+    """The items, with a progress bar on stderr if that is a terminal."""
+    out = Console(stderr=True)
+    return track(items, what, console=out, transient=True, disable=not out.is_terminal)
 
 
 def print_table(rows: Sequence[Sequence[str]], title: str = "", right: bool = False) -> None:

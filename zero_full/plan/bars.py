@@ -44,7 +44,7 @@ class Style:
         if not self.colours:
             return text
         for character, colour in zip(self.characters, COLOURS, strict=True):
-            text = re.sub(f"{character}+", rf"\x1b[{colour}m\g<0>\x1b[0m", text)
+            text = re.sub(f"{character}+", f"\x1b[{colour}m\\g<0>\x1b[0m", text)
         return text
 
 

@@ -30,9 +30,6 @@ from zero_full.progress import StatusLine
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m zero_full plan` and return the exit code."""
-    for name in ("tensor", "pipe"):
-        if (ranks := getattr(options, name)) is not None and ranks < 1:
-            raise PlanError(f"--{name} {ranks}: expected a number of ranks of at least 1")
     config, remark = config_of(Path(options.config), options.fill)
     if remark:
         print(remark, file=sys.stderr)

@@ -1,6 +1,7 @@
 """The result of a memory plan, and its output as a table or JSON."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class Plan:
             *([("whole in generation()", self.whole)] if self.whole else []),
         ]
         title = f"stage {self.stage}, {_ranks(self)}, {self.numel:,} parameters: bytes a rank"
-        lines = [title, *(_line(*row) for row in rows)]
+        lines = ["\n".join(textwrap.wrap(title, terminal_width())), *(_line(*row) for row in rows)]
         if self.activations is None:
             place = next(place for place, (name, _) in enumerate(rows, 1) if name == NAMES["peak"])
             lines[place] = f"{_named(NAMES['peak'], self.peak)} {WITHOUT_ACTIVATIONS}"
