@@ -21,7 +21,6 @@ UNKNOWN = object()  # marks a value that is computed at run time
 def find_other_uses(rewrite: Rewrite) -> Iterator[ManualChange]:
     """Yield the uses that renaming does not solve, with their lines."""
     engines = set(_engines(rewrite))
-    missing = missing_of_engines()
     for node in ast.walk(rewrite.tree):
         if isinstance(node, ast.Call):
             if rewrite.new_names.get(node.func) == "zero_full.initialize":
@@ -34,8 +33,9 @@ def find_other_uses(rewrite: Rewrite) -> Iterator[ManualChange]:
             )
         elif isinstance(node, ast.Attribute):
             yield from _parameter_attributes(node, [ast.Constant(node.attr)])
-            if node.attr in missing and ast.unparse(node.value) in engines:
-                yield ManualChange(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
+            used = node.attr in ENGINE and ast.unparse(node.value) in engines
+            if used and node.attr in missing_of_engines():  # this imports torch
+                yield ManualChange(node.lineno, f"Engine has no {node.attr}. Instead: {ENGINE[node.attr]}")
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in FOREIGN and (node.module or "").split(".")[0] != ROOT:
