@@ -102,13 +102,13 @@ def _script(path: Path, write: bool, world: int | None) -> Report:
     name = path.as_posix().lstrip("/")
     old, new = source.splitlines(), migrated.result.splitlines()
     diff = list(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm=""))
-    found = [
+    findings, remarks = (
         [each._replace(line=migrated.moved(each.line)) if write else each for each in changes]
         for changes in (migrated.findings, migrated.remarks)
-    ]
+    )
     if write and migrated.result != source:
         replace_file(path, migrated.result.encode(encoding))
-    return Report(str(path), diff, *found, notes=[] if diff else ["no name to change"])
+    return Report(str(path), diff, findings, remarks, [] if diff else ["no name to change"])
 
 
 def _read(path: Path) -> tuple[str, str]:
