@@ -162,7 +162,7 @@ def verify(chosen: Chosen) -> int:
     if chosen.json:
         print("\n".join(json.dumps(asdict(each)) for each in found))
     else:
-        header = ("file", "name", "lesson", "points claimed", "points found", "")
+        header = ("file", "name", "lesson", "points claimed", "points found", "result")
         print_table([header, *(each.row for each in found)])
     return 0 if all(each.note == "same" for each in found) else 1
 

@@ -49,6 +49,8 @@ def stacked(header: Sequence[str], row: Sequence[str]) -> str:
     named = [(name, cell) for name, cell in zip(header, row, strict=True) if name and cell]
     wide = max((len(name) for name, _ in named), default=0)
     first = " ".join(cell for name, cell in zip(header, row, strict=True) if cell and not name)
+    if not first and named:
+        (_, first), *named = named
     if any("\n" in cell or len(name) > 14 for name, cell in named):  # texts, each below the one before
         lines = [line for _, cell in named for line in cell.splitlines()]
         return "\n  ".join([f"{first}  {lines[0]}" if first else lines[0], *lines[1:]])

@@ -55,7 +55,7 @@ def size_of(option: str, text: str) -> int:
 def module_and_function(text: str) -> tuple[str, str]:
     """Split `module:function`. Raises PlanError if the top-level module does not exist."""
     module, _, function = text.partition(":")
-    if not module or not function:
+    if not function or not all(part.isidentifier() for part in module.split(".")):
         raise PlanError(f'--model {text}: write module:function, such as "my_models:llama_7b"')
     if "" not in sys.path:
         sys.path.insert(0, "")

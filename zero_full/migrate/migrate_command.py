@@ -118,7 +118,8 @@ def _read(path: Path) -> tuple[str, str]:
             encoding, _ = tokenize.detect_encoding(file.readline)
         return path.read_bytes().decode(encoding), encoding
     except (OSError, SyntaxError, ValueError) as error:
-        raise MigrateError(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise MigrateError(f"{path} cannot be read: {why}") from None
 
 
 # Configurations --------------------------------------------------------------------------------------
