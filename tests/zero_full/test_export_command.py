@@ -38,6 +38,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
 
     monkeypatch.setattr(consolidate, "open_checkpoint", open_checkpoint)
     monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr("zero_full.early_checks.check_checkpoint_folder", lambda folder: None)
     return made
 
 

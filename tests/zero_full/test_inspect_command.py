@@ -51,6 +51,7 @@ def source(root: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
     made.aliases = {"head": "words", "other": "words"}
     made.savers = range(4)
     monkeypatch.setattr(export_inspect, "open_checkpoint", lambda folder, tag: made)
+    monkeypatch.setattr("zero_full.early_checks.check_checkpoint_folder", lambda folder: None)
     return made
 
 
@@ -217,6 +218,7 @@ def test_what_cannot_be_opened_is_told_with_what_is_there(
         raise CheckpointError(f"{folder} has no complete checkpoint {tag}")
 
     monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr("zero_full.early_checks.check_checkpoint_folder", lambda folder: None)
     code, out, err = run(capsys, root, "--tag", "step7", *options)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {root} has no complete checkpoint step7\n")
@@ -228,6 +230,7 @@ def test_a_folder_that_may_not_be_read(root: Path, capsys: Capture, monkeypatch:
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(export_inspect, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr("zero_full.early_checks.check_checkpoint_folder", lambda folder: None)
     assert run(capsys, root) == (1, "", f"error: {root}: Permission denied\n")
 
 
