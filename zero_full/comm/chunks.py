@@ -39,7 +39,7 @@ class Chunks:
         return 8 * -(-self.numel // (8 * self.ranks))
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """First and last offset of the chunk that a rank averages."""
+        """Return the first and last offset of the chunk that a rank averages."""
         low, high = (min(each * self.chunk, self.numel) for each in (rank, rank + 1))
         return low, high
 

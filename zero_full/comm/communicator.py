@@ -32,7 +32,7 @@ Transport = Native | Exchange | SharedMemory | HostStaging | FakeTransport
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
-    """The fastest transport that works for this group; see `transport.py` and `host_staging.py`."""
+    """Return the fastest transport that works for this group; see `transport.py` and `host_staging.py`."""
     if isinstance(group, FakeGroup):
         return FakeTransport(group)
     if backend_of(group, device) != "gloo":
@@ -46,7 +46,7 @@ class _ClosedTransport:
     """Replaces the transport of a closed communicator, so that its connections are freed."""
 
     def __getattr__(self, name: str) -> None:
-        """No collective. It is passed to `_call`, which raises before it would call it."""
+        """Stand for any collective. It is passed to `_call`, which raises before it would call it."""
 
 
 NO_GROUP: Any = object()  # the group of a closed communicator
@@ -102,7 +102,7 @@ class Communicator:
         weakref.finalize(self, in_this_process_only(write_exit_reason), self.store, self.ranks[self.rank])
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """This rank's slice of a flat buffer."""
+        """Return this rank's slice of a flat buffer."""
         return own_slice(whole, self.rank, self.size)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float, what: str) -> None:
@@ -178,7 +178,7 @@ class Communicator:
         return answers
 
     def awaited_by(self) -> list[int]:
-        """Ranks seen waiting in a collective that this rank has not entered."""
+        """Return the ranks seen waiting in a collective that this rank has not entered."""
         if self.transport is None or self.closed:
             return []
         return [self.ranks[place] for place in self.transport.awaited_by()]
@@ -251,7 +251,7 @@ class Communicator:
             listener.collective(call, make)
 
     def _failure(self, kind: str, what: str, error: RuntimeError) -> CommunicationError:
-        """The error of a failed collective: its name, and why other ranks have ended."""
+        """Return the error of a failed collective: its name, and why other ranks have ended."""
         reason = str(error).partition("\n")[0] or type(error).__name__
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
         found = exit_reasons(self.store, others) if self.store is not None else {}

@@ -77,7 +77,7 @@ class Errors:
         self.server.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The errors of this rank, not copied, and what they were made for."""
+        """Return the errors of this rank, not copied, and what they were made for."""
         return {"worker": self.worker, "server": self.server, "made_for": torch.tensor(self.made_for)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -132,7 +132,7 @@ class CompressedReduce:
             raise DisagreementError("\n  ".join(["the ranks average buffers of different layouts:", *lines]))
 
     def _place_scales(self) -> None:
-        """Index tensors for the kernels: where tensors end, and where messages have their scales."""
+        """Make index tensors for the kernels: where tensors end, and where messages have their scales."""
         chunks = self.chunks
         low, _ = chunks.range_of(self.comm.rank)
         cuts = [cut for of_one in chunks.cuts for cut in of_one]
@@ -150,7 +150,7 @@ class CompressedReduce:
         self.scale_places = indices(places)
 
     def new_errors(self) -> Errors:
-        """Errors of zero, for a new quantity."""
+        """Return errors of zero, for a new quantity."""
         low, high = self.chunks.range_of(self.comm.rank)
         sizes = (0, 0) if self.comm.size == 1 else (self.chunks.numel, high - low)
         worker, server = (torch.zeros(n, dtype=torch.float32, device=self.comm.device) for n in sizes)
@@ -195,7 +195,7 @@ class CompressedReduce:
             raise ValueError(f"these errors belong to {errors.made_for}, not to {self.made_for}")
 
     def _copy(self, x: Tensor, out: Tensor, what: str) -> None:
-        """Average of a single rank: an exact copy."""
+        """Average over a single rank: copy exactly."""
         if not x.is_meta and bool(_nan_if_not_finite(x).isnan()):
             seen = x if self.live is None else x.masked_fill(~self.live, 0)
             raise NotFiniteError(
@@ -208,7 +208,7 @@ class CompressedReduce:
             out.masked_fill_(~self.live, 0)
 
     def _worker_messages(self, x: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
-        """Messages to all servers, one per row, and the new worker error."""
+        """Return the messages to all servers, one per row, and the new worker error."""
         chunks = self.chunks
         if self.live is None:
             going, aside = x[: chunks.numel], x[chunks.numel :]
@@ -225,7 +225,7 @@ class CompressedReduce:
         return message, wanted
 
     def _server_answers(self, received: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
-        """Buffer for all servers' answers with this one's filled in, and the new server error."""
+        """Return the buffer for all servers' answers, with this one's, and the new server error."""
         rank, parts = self.comm.rank, len(self.own_ends)
         numbers, bits = self._parsed(received)
         mean = errors.server.clone()
@@ -270,14 +270,14 @@ class CompressedReduce:
         room.copy_(torch.nn.functional.pad(packed, (0, room.numel() - len(packed))).view(room.shape))
 
     def _parsed(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers and bits of messages, one message per row."""
+        """Return the numbers and bits of messages, one message per row."""
         start, width = 4 * self.chunks.numbers, self.chunks.chunk // 8
         numbers = messages[:, :start].view(torch.float32).contiguous()
         return numbers, messages[:, start : start + width]
 
 
 def _nan_if_not_finite(numbers: Tensor) -> Tensor:
-    """0, or NaN if one of the numbers is not finite. Stays on the device, so the host does not wait."""
+    """Return 0, or NaN if a number is not finite, on the device, so that the host does not wait."""
     if not numbers.numel():
         return torch.zeros((), device=numbers.device)
     low, high = torch.aminmax(numbers)
@@ -311,6 +311,6 @@ def _sent_elements(
 
 
 def mask_checksum(mask: Tensor, start: int = 0) -> int:
-    """The checksum of a contiguous bool tensor, continued from `start`. It does not need NumPy."""
+    """Return the checksum of a contiguous bool tensor, continued from `start`. It does not need NumPy."""
     on_cpu = mask.cpu()
     return zlib.crc32((ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr()), start)

@@ -49,11 +49,11 @@ class CallCheck:
 
     @staticmethod
     def _keys(number: int, call: str) -> tuple[str, str, str]:
-        """Keys of a call: how many ranks make this one, how many make any, and the verdict."""
+        """Return a call's keys: how many ranks make this one, how many make any, and the verdict."""
         return f"{number}/{crc32(call.encode())}", f"{number}/arrived", f"{number}/verdict"
 
     def _own_verdict(self, alike: str, arrived: str) -> str:
-        """This rank's verdict: `GO` if all ranks make the same call, else the text of the error."""
+        """Return this rank's verdict: `GO` if all ranks make the same call, else the text of the error."""
         deadline = time.monotonic() + self.timeout_s
         # Polls, since `store.wait` would block the connection for this rank's other threads.
         while int(self.store.get(arrived)) < len(self.ranks) and time.monotonic() < deadline:
@@ -70,7 +70,7 @@ class CallCheck:
         return "\n  ".join([f"the ranks disagree at collective call {self.number}:", *lines])
 
     def _last_call(self, rank: int) -> tuple[int, str]:
-        """Number and text of a rank's last call; 0 before its first."""
+        """Return the number and text of a rank's last call; 0 before its first."""
         if not self.store.check([f"last/{rank}"]):
             return 0, ""
         number, _, call = self.store.get(f"last/{rank}").decode().partition(" ")

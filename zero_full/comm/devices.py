@@ -20,7 +20,7 @@ ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")  # backends that select the CPU
 
 
 def own_accelerator() -> torch.device:
-    """The accelerator of this process: the current one, or by LOCAL_RANK if the current one is number 0.
+    """Return this process's accelerator: the current one, or by LOCAL_RANK if the current one is number 0.
 
     With fewer devices than processes, several processes share one.
     """
@@ -33,7 +33,7 @@ def own_accelerator() -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """Identity of a device: equal in all processes that use it, and different for any other device."""
+    """Return a device's identity: equal in all processes that use it, and different for any other device."""
     ask: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if ask is None else getattr(ask(device), "uuid", None)
     if uuid is not None:
@@ -47,7 +47,7 @@ def identity_of(device: torch.device) -> str:
 def shared_devices(
     store: Any, ranks: Sequence[int], rank: int, device: torch.device
 ) -> Mapping[str, list[int]]:
-    """Ranks that share a device, by the device's identity. Every rank must call this.
+    """Return the ranks that share a device, by the device's identity. Every rank must call this.
 
     It uses the store, since a backend cannot be used yet.
     """
@@ -59,6 +59,6 @@ def shared_devices(
 
 
 def describe_shared(shared: Mapping[str, list[int]]) -> str:
-    """Text of the first shared device and its ranks, for an error."""
+    """Return the text of an error: the first shared device and its ranks."""
     identity, ranks = next(iter(shared.items()))
     return f"ranks {listed(list(map(str, ranks)))} share one device ({identity})"

@@ -95,7 +95,7 @@ def _needs_no_traceback(error: BaseException) -> bool:
 
 
 def _user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Stack frames of the user's code, up to its call of this package."""
+    """Return the stack frames of the user's code, up to its call of this package."""
     theirs = takewhile(lambda frame: not is_package_frame(frame), traceback.extract_tb(trace))
     # Frozen frames, which start a module, have no file.
     return [frame for frame in theirs if Path(frame.filename).exists()]

@@ -37,5 +37,5 @@ class FakeTransport(BackendTransport):
         numbers.mul_(self.size)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """This rank's object once for each rank."""
+        """Return this rank's object once for each rank."""
         return [mine] * self.size

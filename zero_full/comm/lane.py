@@ -39,7 +39,7 @@ class Lane(Protocol):
         """
 
     def producer(self) -> Any:
-        """The stream on which the caller queues its work; None on a device without streams."""
+        """Return the stream on which the caller queues its work; None on a device without streams."""
 
     def order(self, earlier: Any, later: Any) -> None:
         """Make one producer's future work wait for the work that another has queued so far."""
@@ -98,7 +98,7 @@ class InlineStreamLane(InlineLane):
         return Done()
 
     def producer(self) -> Any:
-        """The caller's stream."""
+        """Return the caller's stream."""
         return self.current()
 
     def order(self, earlier: Any, later: Any) -> None:
@@ -229,7 +229,7 @@ class _StreamJob:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream of an accelerator on which the caller queues its work; None on a CPU, which has no queue."""
+    """Return the accelerator's stream for the caller's work; None on a CPU, which has no queue."""
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
@@ -239,7 +239,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def lane_for(device: torch.device, overlap: bool) -> Lane:
-    """The lane for this device's collectives."""
+    """Return the lane for this device's collectives."""
     if device.type == "meta":
         return LazyLane() if overlap else InlineLane()
     if device.type == "cpu":

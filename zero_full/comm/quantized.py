@@ -43,7 +43,7 @@ class Nodes:
 
     @classmethod
     def flat(cls, world: Communicator) -> "Nodes":
-        """Nodes of one rank each, so that each collective takes one hop."""
+        """Return nodes of one rank each, so that each collective takes one hop."""
         return cls(Communicator(None, world.device), world)
 
     @property
@@ -83,7 +83,7 @@ class QuantizedGather:
         operators(whole.device).dequantize_blocks(sent[..., :size], targets, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
-        """An all-gather that uses this one for 32- and 16-bit floats, and `exactly` for other types."""
+        """Return an all-gather by this one for 32- and 16-bit floats, and by `exactly` for other types."""
 
         def all_gather(whole: Tensor, what: str) -> None:
             (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)
@@ -92,7 +92,7 @@ class QuantizedGather:
 
 
 def empty_payloads(rows: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Memory for payloads, one per row. Rows are padded with zeros to a multiple of `ALIGNED`."""
+    """Allocate memory for payloads, one per row, padded with zeros to a multiple of `ALIGNED`."""
     room = torch.empty(*rows, rounded_up(size, ALIGNED), dtype=torch.uint8, device=device)
     room[..., size:].zero_()
     return room

@@ -58,7 +58,7 @@ ORDERED_STORES = ("x86_64", "AMD64")
 
 
 def window_of(half: int) -> int:
-    """Bytes of a window with halves of this size; the barrier's counters lie behind them."""
+    """Return the bytes of a window with halves of this size; the barrier's counters lie behind them."""
     return 2 * half + PLACE
 
 
@@ -114,7 +114,7 @@ class SharedMemory(BackendTransport):
             self.barrier = SpinBarrier(places, self.rank, pids, timeout_of(group, CPU))
 
     def awaited_by(self) -> list[int]:
-        """Ranks that wait at a barrier which this rank has not entered."""
+        """Return the ranks that wait at a barrier which this rank has not entered."""
         return self.barrier.ahead()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
@@ -184,7 +184,7 @@ class SharedMemory(BackendTransport):
             self.turn += 1
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """A reduce-scatter, then an all-gather."""
+        """Run a reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)
 
@@ -203,12 +203,12 @@ class MessageBarrier:
         dist.barrier(self.group)
 
     def ahead(self) -> list[int]:
-        """No ranks: messages do not show who waits."""
+        """Return no ranks: messages do not show who waits."""
         return []
 
 
 def can_spin() -> bool:
-    """Whether this machine keeps stores in order and can tell when a process has ended."""
+    """Return whether this machine keeps stores in order and can tell when a process has ended."""
     if platform.machine() not in ORDERED_STORES or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -253,7 +253,7 @@ class SpinBarrier:
                 self._raise_desync(call)
 
     def ahead(self) -> list[int]:
-        """Ranks that wait at a barrier which this rank has not entered."""
+        """Return the ranks that wait at a barrier which this rank has not entered."""
         return [rank for rank, theirs in self.others.items() if theirs.value > self.entered]
 
     def _wait_for(self, rank: int, theirs: ctypes.c_int64) -> None:
@@ -294,7 +294,7 @@ def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process has ended, also before its parent has collected the exit status."""
+    """Return whether a process has ended, also before its parent has collected the exit status."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -20,7 +20,7 @@ USUAL_S = 1800.0  # where a group has no known timeout
 
 
 def longest_timeout(groups: Sequence[Communicator]) -> float:
-    """The longest timeout of these groups' collectives, in seconds."""
+    """Return the longest timeout of these groups' collectives, in seconds."""
     timeouts = [timeout_of(each.group) for each in groups if each.group is not None]
     known = [timeout.total_seconds() for timeout in timeouts if timeout is not None]
     return max(known, default=USUAL_S)

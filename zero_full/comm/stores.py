@@ -48,7 +48,7 @@ def fresh_prefix(store: Any, rank: int, ranks: int) -> Any:
 
 
 def _answer(prefix: Any, name: str, ranks: int) -> None:
-    """Rank 0: send every other rank the name of the part, until all have confirmed it."""
+    """Send every other rank the name of the part, on rank 0, until all have confirmed it."""
     waiting, questions = set(range(1, ranks)), dict[int, bytes]()
     deadline = time.monotonic() + prefix.timeout.total_seconds()
     while waiting:
@@ -87,7 +87,7 @@ def write_error(store: Any, rank: int, error: BaseException) -> None:
 
 
 def exit_reasons(store: Any, ranks: Iterable[int]) -> dict[int, str]:
-    """The errors that these ranks have written, by rank. Waits up to `TIMEOUT_S` for the first one."""
+    """Return the errors that these ranks have written, by rank. Waits up to `TIMEOUT_S` for the first one."""
     ranks, deadline = list(ranks), time.monotonic() + TIMEOUT_S
     with suppress(Exception):
         while time.monotonic() < deadline:

@@ -32,19 +32,19 @@ ROLES = ("data", "shard", "replicate", "tensor", "pipe", "expert", "expert_data"
 
 
 def marked_as_expert(name: str, parameter: Parameter) -> bool:
-    """Whether a parameter has DeepSpeed's mark of an expert, `parameter.allreduce = False`."""
+    """Return whether a parameter has DeepSpeed's mark of an expert, `parameter.allreduce = False`."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def marked_as_split(name: str, parameter: Parameter) -> bool:
-    """Whether a parameter is split over tensor-parallel ranks, by Megatron's marks."""
+    """Return whether a parameter is split over tensor-parallel ranks, by Megatron's marks."""
     return bool(
         getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     )
 
 
 def no_copy(name: str, parameter: object = None) -> bool:
-    """Whether another pipeline stage owns a tied parameter or buffer: by default, no stage has such."""
+    """Return whether another pipeline stage owns a tied parameter or buffer: by default, none does."""
     return False
 
 
@@ -89,7 +89,7 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
-        """The topology of a named mesh: ("data",), ("replicate", "shard"), ("data", "tensor"), ..."""
+        """Return the topology of a named mesh: ("data",), ("replicate", "shard"), ("data", "tensor"), ..."""
         names = mesh.mesh_dim_names
         if names is None:
             if mesh.ndim == 1:
@@ -113,7 +113,7 @@ class Topology:
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> "Topology":
-        """The topology of a Megatron-style object, which has `get_data_parallel_group()` and the like."""
+        """Return the topology of a Megatron-style object, with `get_data_parallel_group()` and the like."""
         getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
         tensor = next((getattr(mpu, name)() for name in getters if hasattr(mpu, name)), None)
         return cls(data=mpu.get_data_parallel_group(), tensor=tensor)
@@ -143,14 +143,14 @@ class Topology:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """Global ranks of a group's members."""
+    """Return the global ranks of a group's members."""
     if isinstance(group, FakeGroup):
         return group.ranks
     return dist.get_process_group_ranks(group)
 
 
 def this_rank() -> int:
-    """Global rank of this process."""
+    """Return the global rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -178,5 +178,5 @@ def _own_group(partition: list[list[int]], like: dist.ProcessGroup) -> dist.Proc
 
 
 def _known_names() -> str:
-    """The known names of mesh dimensions, for an error."""
+    """Return the known names of mesh dimensions, for an error."""
     return ", ".join(name for names in MESH_NAMES.values() for name in names)

@@ -38,19 +38,19 @@ class Splits:
 
     @classmethod
     def even(cls, numel: int, ranks: int) -> "Splits":
-        """Splits of `numel` elements into equal parts, one for each rank."""
+        """Split `numel` elements into equal parts, one for each rank."""
         part = numel // ranks
         return cls([part] * ranks, [part] * ranks, part)
 
 
 def describe_call(call: Call) -> str:
-    """A collective as errors name it, in text that is equal on every rank that makes it."""
+    """Return a collective as errors name it, in text that is equal on every rank that makes it."""
     kind, what, numel, dtype = call
     return f"{kind} of {what}: {numel} x {str(dtype).removeprefix('torch.')}"
 
 
 def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
-    """Rank `rank`'s part of a flat buffer."""
+    """Return the part of a flat buffer that belongs to `rank`."""
     shard = whole.numel() // size
     return whole[rank * shard : (rank + 1) * shard]
 
@@ -90,15 +90,15 @@ class BackendTransport:
         self.others = [rank for rank in range(self.size) if rank != self.rank]
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """One all-reduce of the backend, which takes the fewest messages for a few numbers."""
+        """Run the backend's all-reduce, which takes the fewest messages for a few numbers."""
         dist.all_reduce(numbers, group=self.group)
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """One all-to-all of the backend."""
+        """Run the backend's all-to-all."""
         dist.all_to_all_single(received, sent, list(splits.received), list(splits.sent), group=self.group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """One broadcast of the backend."""
+        """Run the backend's broadcast."""
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), self.group)
 
     def gather_objects(self, mine: Any) -> list[Any]:
@@ -108,7 +108,7 @@ class BackendTransport:
         return answers
 
     def awaited_by(self) -> list[int]:
-        """No ranks: a backend does not show who waits."""
+        """Return no ranks: a backend does not show who waits."""
         return []
 
 
@@ -118,7 +118,7 @@ class Native(BackendTransport):
     name = "native"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """One reduce-scatter of the backend. fp16 is divided first, so that sums do not overflow."""
+        """Run the backend's reduce-scatter. fp16 is divided first, so that sums do not overflow."""
         whole, divisor = _divide_fp16_first(whole, divisor)
         result = out if out.dtype == whole.dtype else whole.new_empty(out.numel())
         reduce_scatter_single(result, whole, group=self.group)
@@ -128,11 +128,11 @@ class Native(BackendTransport):
             out.div_(divisor)
 
     def all_gather(self, whole: Tensor) -> None:
-        """One all-gather of the backend, in place."""
+        """Run the backend's all-gather, in place."""
         all_gather_single(whole, own_slice(whole, self.rank, self.size), group=self.group)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """One all-reduce of the backend. fp16 is divided first, so that sums do not overflow."""
+        """Run the backend's all-reduce. fp16 is divided first, so that sums do not overflow."""
         whole, divisor = _divide_fp16_first(whole, divisor)
         dist.all_reduce(whole, group=self.group)
         if divisor != 1:
@@ -183,6 +183,6 @@ class Exchange(BackendTransport):
             self._swap(dict.fromkeys(self.others, mine), theirs)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """A reduce-scatter, then an all-gather."""
+        """Run a reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)

@@ -29,7 +29,7 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def options(architectures: Sequence[str]) -> list[str]:
-    """nvcc's options for these architectures."""
+    """Return nvcc's options for these architectures."""
     flags = []
     for each in architectures:
         number = each.removesuffix("+PTX")
@@ -40,7 +40,7 @@ def options(architectures: Sequence[str]) -> list[str]:
 
 
 def chosen(known: Collection[int], devices: Collection[Device]) -> tuple[str, ...]:
-    """The architectures to compile for, with an nvcc that knows `known`.
+    """Return the architectures to compile for, with an nvcc that knows `known`.
 
     They are those of ZERO_FULL_CUDA_ARCHS; else those of the devices; else those of DEFAULT that nvcc knows.
     """
@@ -73,7 +73,7 @@ def _best(device: Device, known: Collection[int]) -> str:
 
 
 def serves(architectures: Collection[str], device: Device) -> bool:
-    """Whether code for one of these architectures runs on the device."""
+    """Return whether code for one of these architectures runs on the device."""
     return is_native(architectures, device) or any(
         each.endswith("+PTX") and "a" not in each and _number(each) <= 10 * device[0] + device[1]
         for each in architectures
@@ -81,7 +81,7 @@ def serves(architectures: Collection[str], device: Device) -> bool:
 
 
 def is_native(architectures: Collection[str], device: Device) -> bool:
-    """Whether one of these architectures is machine code of the device, which needs no translation."""
+    """Return whether one of these architectures is machine code of the device, which needs no translation."""
     for each in architectures:
         major, minor = divmod(_number(each), 10)
         if (major, minor) == device or ("a" not in each and major == device[0] and minor < device[1]):

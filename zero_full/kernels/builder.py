@@ -55,7 +55,7 @@ class CompileError(BuildError):
 
 
 def sources() -> Path:
-    """The path of csrc/: beside the package in a checkout, inside it in a wheel."""
+    """Return the path of csrc/: beside the package in a checkout, inside it in a wheel."""
     candidates = [PACKAGE.parent / "csrc", PACKAGE / "csrc"]
     for path in candidates:
         if (path / "bind_cpu.cpp").exists():
@@ -89,13 +89,13 @@ class Name(NamedTuple):
 
 
 def name_for(part: str, tools: Toolchain, devices: Sequence[Device] = ()) -> Name:
-    """The name of the library that these compilers would make, for the GPUs of `architectures.chosen`."""
+    """Return the name of the library that these compilers make for the GPUs of `architectures.chosen`."""
     wanted = architectures.chosen(tools.architectures, devices) if part == "cuda" else ()
     return Name(part, content_hash(part), wanted, _hash(tools.identity.encode()))
 
 
 def content_hash(part: str) -> str:
-    """A hash of the sources, of every command that compiles or links them, of torch and the machine."""
+    """Return a hash of the sources, the commands that compile and link them, torch and the machine."""
     tools = Toolchain("c++", "nvcc" if part == "cuda" else None, torch_home())
     jobs = commands(part, tools, (), Path())
     every = [*jobs.values(), link_command(part, tools, list(jobs), Path("library"))]
@@ -115,7 +115,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
-    """The libraries that serve all devices, the best first: native machine code, then the newest.
+    """Return the libraries that serve all devices, the best first: native machine code, then the newest.
 
     NotTrustedError if there is only one that other users can have written; see `library_cache`.
     """
@@ -138,7 +138,7 @@ def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
 
 
 def stamp(path: Path) -> Stamp:
-    """The identity of a file, which differs for a file that replaces it."""
+    """Return the identity of a file, which differs for a file that replaces it."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -185,12 +185,12 @@ def build(
 
 
 def last_failure(part: str, directory: Path, devices: Sequence[Device] = ()) -> str | None:
-    """The error with which the same compilers have failed to make the same library before."""
+    """Return the error with which the same compilers have failed to make the same library before."""
     return _recorded_failure(directory / str(name_for(part, toolchain(part), devices)), time.time())
 
 
 def _recorded_failure(target: Path, began: float) -> str | None:
-    """The recorded failure if it is lasting, or newer than `began`: then another process has just tried."""
+    """Return the recorded failure if it is lasting, or newer than `began`: another process has just tried."""
     try:
         record = json.loads(target.with_suffix(".failed").read_text())
         return str(record["reason"]) if record["lasting"] or record["at"] >= began else None
@@ -205,7 +205,7 @@ def _record_failure(target: Path, error: CompileError) -> None:
 
 
 def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path) -> dict[Path, list[str]]:
-    """The command for each object file, for GPUs with the architectures in `wanted`."""
+    """Return the command for each object file, for GPUs with the architectures in `wanted`."""
     csrc, found = sources(), {}
     bindings = ["bind_cuda.cpp"] if part == "cuda" else ["bind_cpu.cpp", "bind_io.cpp"]
     for name in bindings:
@@ -236,7 +236,7 @@ def includes(tools: Toolchain) -> list[str]:
 
 
 def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path) -> list[str]:
-    """The command that links the objects. torch's libraries are resolved when the library is loaded."""
+    """Return the command that links the objects. torch's libraries are resolved at load time."""
     names = [str(each) for each in objects]
     lib = tools.torch / "lib"
     if part == "cpu":
@@ -277,7 +277,7 @@ def _compile_and_link(
 
 
 def _usable_cpus() -> int:
-    """The number of CPUs in the affinity mask: more compilers would only need more memory."""
+    """Return the number of CPUs in the affinity mask: more compilers would only need more memory."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -248,7 +248,7 @@ def _open(path: str, write: bool, direct: bool) -> Opened:
 
 
 def _units(file: int) -> tuple[int, int]:
-    """The alignment of memory and of offsets for O_DIRECT: 0 if unsupported, a page if unknown."""
+    """Return the alignment of memory and of offsets for O_DIRECT: 0 if unsupported, a page if unknown."""
     statx = getattr(_libc(), "statx", None)
     at_empty_path, statx_dioalign, answer = 0x1000, 0x2000, ctypes.create_string_buffer(256)
     if statx is None or statx(file, b"", at_empty_path, statx_dioalign, answer):

@@ -37,7 +37,7 @@ def check_platform() -> None:
 
 
 def caches() -> list[Path]:
-    """The directories to search for libraries that were built on first use. New ones go to the first.
+    """Return the directories to search for libraries that were built on first use. New ones go to the first.
 
     It is ZERO_FULL_CACHE, else zero_full in the user's cache, else, without a writable home, a directory
     among the temporary ones.
@@ -54,7 +54,7 @@ def caches() -> list[Path]:
 
 
 def _is_writable(directory: Path) -> bool:
-    """Whether the directory is writable, or can be made."""
+    """Return whether the directory is writable, or can be made."""
     for path in (directory, *directory.parents):
         try:
             path.stat()
@@ -67,7 +67,7 @@ def _is_writable(directory: Path) -> bool:
 
 
 def libraries(directory: Path, prefix: str) -> list[Path]:
-    """The libraries with this prefix; NotTrustedError if other users may have written one."""
+    """Return the libraries with this prefix; NotTrustedError if other users may have written one."""
     if directory != BUILT:
         check_folder(directory)
     try:

@@ -43,7 +43,7 @@ class Loaded:
 
 @functools.cache
 def operators(device: torch.device) -> Any:
-    """`torch.ops.zero_full`, after loading the compiled versions for this device if possible."""
+    """Return `torch.ops.zero_full`, with the compiled versions for this device if they can be loaded."""
     load(device)
     return torch.ops.zero_full
 
@@ -67,7 +67,7 @@ def find(part: str) -> Loaded:
 
 @functools.cache
 def compiled_for(device: torch.device) -> bool:
-    """Whether the operators on this device are the compiled ones."""
+    """Return whether the operators on this device are the compiled ones."""
     return load(device).path is not None
 
 
@@ -86,7 +86,7 @@ def build_now(part: str, report: Callable[[str], None]) -> Path:
 
 
 def _capabilities(part: str) -> tuple[Device, ...]:
-    """The compute capabilities of the GPUs that this process sees; none for the CPU's part."""
+    """Return the compute capabilities of the GPUs that this process sees; none for the CPU's part."""
     if part != "cuda" or not torch.cuda.is_available():
         return ()
     return tuple(sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}))
@@ -117,7 +117,7 @@ def _reason(error: Exception) -> str:
 
 
 def _first_that_works(part: str, device: torch.device | None) -> Path:
-    """The best library that works. One that cannot be opened, as on an older host, is rebuilt."""
+    """Return the best library that works. One that cannot be opened, as on an older host, is rebuilt."""
     devices = _capabilities(part)
     errors: dict[Path, Exception] = {}
     broken: dict[Path, Stamp] = {}
@@ -184,7 +184,7 @@ def _raise_if(path: Path, error: bytes | None) -> None:
 
 
 def _versions(path: Path) -> str:
-    """The CUDA versions of the library, the driver and torch, as text."""
+    """Return the CUDA versions of the library, the driver and torch, as text."""
     library = ctypes.CDLL(str(path))
     numbers = [library.zf_cuda_runtime(), library.zf_cuda_driver()]
     runtime, driver = (f"{each // 1000}.{each % 1000 // 10}" for each in numbers)
@@ -192,7 +192,7 @@ def _versions(path: Path) -> str:
 
 
 def rows() -> list[tuple[str, str]]:
-    """Rows for the doctor: each part, and what each operator runs."""
+    """Return rows for the doctor: each part, and what each operator runs."""
     parts = {part: find(part) for part in builder.PARTS}
     lines = []
     for part, loaded in parts.items():

@@ -38,7 +38,7 @@ def adam_step(
     factor: float,
     bias_correction: bool = True,
 ) -> None:
-    """A step of Adam with gradients times `factor`; masters are copied to `copies`, if given.
+    """Take a step of Adam with gradients times `factor`; masters are copied to `copies`, if given.
 
     An element of a copy that is not its rounded master was written by the user: the master adopts it first.
     `decoupled` is AdamW's decay. `steps` are the numbers of this step, from 1. Computation is in fp32, and in
@@ -69,7 +69,7 @@ class Adam(NamedTuple):
     def step(
         self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The new master and moments before rounding, by the same operations as the compiled kernels."""
+        """Return the new master and moments before rounding, by the operations of the compiled kernels."""
         wide = _wide(master)
         # Tensors, so that the host does not wait for the device. beta**inf is 0: no correction.
         number = step.double() if self.bias_correction else torch.full_like(step.double(), torch.inf)
@@ -103,7 +103,7 @@ def adam_step_stochastic(
     factor: float,
     bias_correction: bool = True,
 ) -> None:
-    """A step of Adam with stochastic rounding of bf16 masters, and of bf16 moments.
+    """Take a step of Adam with stochastic rounding of bf16 masters, and of bf16 moments.
 
     Random bits are a function of the parameter's key, the step and the element's index in the parameter.
     `places` are the indices of the tensors' first elements.
@@ -129,7 +129,7 @@ def round_stochastically(values: Tensor, drawn: Tensor) -> Tensor:
 
 
 def random_bits(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random bits, at least 16, of each element for its master and for its first and second moment."""
+    """Return each element's random bits, at least 16, for its master and its first and second moment."""
     number = step.long() & WORD
     first = _hash((key & WORD) ^ _hash(number))
     second = _hash(((key >> 32 & WORD) + _hash(number ^ GOLDEN)) & WORD)
@@ -140,14 +140,14 @@ def random_bits(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor,
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3, on 32-bit numbers in int64. Factors minus 2**32 avoid overflow."""
+    """Run MurmurHash3's finalizer on 32-bit numbers in int64. Factors minus 2**32 avoid overflow."""
     for shift, factor in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
         x = (x ^ x >> shift) * factor & WORD
     return x ^ x >> 16
 
 
 def with_user_writes(master: Tensor, copy: Tensor) -> Tensor:
-    """The master, with the copy's value where that is not the rounded master."""
+    """Return the master, with the copy's value where that is not the rounded master."""
     rounded = master.to(copy.dtype)
     same = rounded.view(torch.int16) == copy.view(torch.int16)
     return torch.where(same, master, copy.to(master.dtype))
@@ -223,7 +223,7 @@ def _lamb_update(
 
 
 def _wide(p: Tensor) -> torch.dtype:
-    """The dtype of computation for a master."""
+    """Return the dtype of computation for a master."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
@@ -308,12 +308,12 @@ class Part(NamedTuple):
 
 
 def payload_bytes(numel: int, bits: int, block: int) -> int:
-    """Bytes of the payload of `numel` numbers. See [Note: blocks of integers]."""
+    """Return the bytes of the payload of `numel` numbers. See [Note: blocks of integers]."""
     return value_bytes(numel, bits) + 4 * -(-numel // block)
 
 
 def value_bytes(numel: int, bits: int) -> int:
-    """Bytes of the integers in a payload."""
+    """Return the bytes of the integers in a payload."""
     return -(-numel * bits // 8)
 
 
@@ -378,7 +378,7 @@ def _pieces(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
 
 
 def _blocks_of(flat: Tensor, block: int) -> Tensor:
-    """An fp32 copy with a row for each block, the last one padded with zeros."""
+    """Return an fp32 copy with a row for each block, the last one padded with zeros."""
     blocks = -(-flat.numel() // block)
     rows = torch.empty(blocks * block, dtype=torch.float32, device=flat.device)
     rows[: flat.numel()] = flat
@@ -387,7 +387,7 @@ def _blocks_of(flat: Tensor, block: int) -> Tensor:
 
 
 def _scales_of(rows: Tensor, largest: int) -> Tensor:
-    """Scales that map each row's largest magnitude to `largest`; 0 for zeros, NaN for non-finite rows."""
+    """Return scales that map each row's largest size to `largest`; 0 for zeros, NaN for non-finite rows."""
     reach = rows.abs().amax(dim=1)
     # Above subnormal numbers, and below scales with which the largest integer decodes to inf.
     scales = reach.div(largest).clamp_(FINITE.tiny, FINITE.max / largest * (1 - FINITE.eps))

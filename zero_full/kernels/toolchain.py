@@ -52,7 +52,7 @@ class Toolchain:
 
 
 def toolchain(part: str) -> Toolchain:
-    """The compilers of a part: $CXX, else the usual names; nvcc of $CUDA_HOME, else of the path."""
+    """Return the compilers of a part: $CXX, else the usual names; nvcc of $CUDA_HOME, else of the path."""
     chosen = os.environ.get("CXX")
     cxx = _first_that_works([chosen] if chosen else ["c++", "g++", "clang++"])
     if cxx is None:
@@ -69,7 +69,7 @@ def toolchain(part: str) -> Toolchain:
 
 
 def torch_home() -> Path:
-    """The directory of torch, which an isolated build cannot import but finds in the environment."""
+    """Return the directory of torch, which an isolated build cannot import but finds in the environment."""
     candidates = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -86,7 +86,7 @@ def torch_home() -> Path:
 
 @functools.cache
 def _output_of(compiler: str, option: str) -> str | None:
-    """The output of a compiler for an option; None if it does not run."""
+    """Return the output of a compiler for an option; None if it does not run."""
     try:
         done = subprocess.run(
             [compiler, option], capture_output=True, text=True, errors="replace", timeout=60

@@ -65,11 +65,11 @@ class FlatLayout:
         return tuple(slice(start, start + numel) for start, numel in pairs)
 
     def slice_of(self, rank: int) -> slice:
-        """The slice of the flat buffer of `rank`."""
+        """Return the slice of the flat buffer of `rank`."""
         return slice(rank * self.shard, (rank + 1) * self.shard)
 
     def fragments(self, rank: int) -> list[Fragment]:
-        """The fragments that `rank` owns, at most one of each parameter, in order and without empty ones."""
+        """Return the fragments that `rank` owns, at most one per parameter, in order, without empty ones."""
         own = self.slice_of(rank)
         fragments = []
         for index, start in enumerate(self.starts):
@@ -80,7 +80,7 @@ class FlatLayout:
         return fragments
 
     def shares(self, index: int) -> list[tuple[int, int]]:
-        """The ranks that own elements of parameter `index`, in order, each with its number of elements."""
+        """Return the ranks that own elements of parameter `index`, in order, each with their number."""
         start, numel, shares = self.starts[index], self.numels[index], []
         while numel:
             rank = start // self.shard

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 
 def backward_order(count: int) -> list[int]:
-    """The reverse order: roughly the one in which backward completes gradients."""
+    """Return the reverse order, roughly that in which backward completes gradients."""
     return list(reversed(range(count)))
 
 

@@ -154,7 +154,7 @@ class Flow:
         return self.stages[-1]
 
     def held(self) -> list[Tensor]:
-        """The staging buffers."""
+        """Return the staging buffers."""
         return [stage.memory for stage in self.stages if stage.memory.numel()]
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class _Stage:
         self.free: Pending = Done()  # the job that last used the buffer
 
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first `numel` elements, in this dtype."""
+        """Return the first `numel` elements, in this dtype."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
@@ -277,7 +277,7 @@ class HostGradientSlice:
         return self.memory
 
     def squared(self) -> float:
-        """The sum of squares of the present values."""
+        """Return the sum of squares of the present values."""
         if version_of(self.arrived()) != self.squared_version:
             self.flow.on_host.submit(self._square, [], []).wait()
         return self.squares

@@ -55,7 +55,7 @@ class Need:
 
 
 def shortage_message(needs: Mapping[int, Need]) -> str | None:
-    """The error message if the needs exceed a limit, equal on all ranks; None if the memory is enough."""
+    """Return the error message if needs exceed a limit, equal on all ranks; None if memory is enough."""
     under: dict[str, list[tuple[int, Limit]]] = {}
     for need in needs.values():
         for limit in need.limits:
@@ -74,12 +74,12 @@ def shortage_message(needs: Mapping[int, Need]) -> str | None:
 
 
 def gib(size: int) -> str:
-    """Bytes in GiB, or in MiB below one GiB."""
+    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def memory_limits(host: str, root: Path = ROOT) -> Iterator[Limit]:
-    """The limits on this process. `host`: a unique name of the machine."""
+    """Yield the limits on this process. `host`: a unique name of the machine."""
     free = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
     if free:
         yield Limit("MemAvailable", host, int(free[1]) * 1024, "free memory on this host")
@@ -88,7 +88,7 @@ def memory_limits(host: str, root: Path = ROOT) -> Iterator[Limit]:
 
 
 def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
-    """The limits of this process's control group and of its visible ancestors."""
+    """Yield the limits of this process's control group and of its visible ancestors."""
     try:
         around = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
@@ -111,7 +111,7 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
 
 
 def _used(place: Path, files: CgroupFiles) -> int | None:
-    """Bytes in use that the kernel cannot reclaim."""
+    """Return the bytes in use that the kernel cannot reclaim."""
     usage, stat = _number(place / files.usage), _text(place / "memory.stat")
     if usage is None:
         return None

@@ -214,7 +214,7 @@ class NvmeParamSlice(ParamSlice):
     # A step --------------------------------------------------------------------------------------
 
     def fetch(self, device: torch.device) -> Tensor:
-        """The values where they are stepped: on a CPU the buffer itself, which `update` writes."""
+        """Return the values where they are stepped: on a CPU the buffer itself, which `update` writes."""
         if self.in_use is not None:  # by a step that has failed or has updated another tensor
             self.store.buffers.give(self.in_use)
             self.in_use = None
@@ -283,7 +283,7 @@ class NvmeParamStore(FileStorage, MemoryFirstStore):
         self.buffers.clear()
 
     def moved(self) -> dict[str, int]:
-        """Bytes of parameters read and written so far, by whole slices."""
+        """Return the bytes of parameters read and written so far, by whole slices."""
         return {"parameters read": self.read_bytes, "parameters written": self.written_bytes}
 
     def add(self, values: Tensor) -> ParamSlice:

@@ -95,7 +95,7 @@ class BlockTier(HostTier):
         return OpenNvmeTier(self, self._file(), HostTier(self.pin_memory).open(sizes, device))
 
     def param_store(self, device: torch.device) -> ParamStore:
-        """The store of parameter slices, with its own file and threads."""
+        """Return the store of parameter slices, with its own file and threads."""
         buffers = BufferPool(self.buffer_numel, page_locker() if self.locks(device) else None)
         return NvmeParamStore(
             self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).param_store(device)
@@ -139,11 +139,11 @@ class Block:
         return self.before if self.begin is None else (self.begin, self.padded_size)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors of the last `put`, at the same addresses."""
+        """Return whether these are the tensors of the last `put`, at the same addresses."""
         return [tensor.data_ptr() for tensor in tensors] == self.at
 
     def windows(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool) -> list[Tensor]:
-        """Views of `memory` for the tensors; `copy`: with their values."""
+        """Return views of `memory` for the tensors; `copy`: with their values."""
         found = []
         for tensor, place, inside in zip(tensors, self.places, self.inside, strict=True):
             found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -160,12 +160,12 @@ class Block:
         self.versions = [version_of(tensor) for tensor in tensors]
 
     def was_written(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors at rest were written since the last `put`."""
+        """Return whether the tensors at rest were written since the last `put`."""
         return [version_of(tensor) for tensor in tensors] != self.versions
 
 
 def bytes_of_block(sizes: Iterable[int]) -> int:
-    """The size of a block of tensors of these sizes, in a buffer and in the file."""
+    """Return the size of a block of tensors of these sizes, in a buffer and in the file."""
     return whole_pages(sum(rounded_up(size, APART) for size in sizes))
 
 
@@ -201,11 +201,11 @@ class OpenNvmeTier(FileStorage, Tier):
         self.lost = self.lost or FREED
 
     def held(self) -> Sequence[Tensor]:
-        """The two buffers."""
+        """Return the two buffers."""
         return [buffer for buffer in self.buffers if buffer.numel()]
 
     def moved(self) -> dict[str, int]:
-        """Bytes of blocks read and written by steps. Access at rest, as by a checkpoint, is not counted."""
+        """Return the bytes of blocks that steps read and wrote. Saves and other access are not counted."""
         return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -221,7 +221,7 @@ class OpenNvmeTier(FileStorage, Tier):
         return self.host.fetch(tensor)
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """The copies of the host tier: gradients and parameters do not pass through the file."""
+        """Return the copies of the host tier: gradients and parameters do not pass through the file."""
         return self.host.flow(device, sums)
 
     # A step --------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class OpenNvmeTier(FileStorage, Tier):
         return LoadedPart(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
 
     def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
-        """The slice's block; a new one, with nothing in the file, if its tensors have changed."""
+        """Return the slice's block; a new one, with nothing in the file, if its tensors have changed."""
         block = self.blocks.get(owned)
         if block is None or not block.is_of(tensors):
             before = self.rooms.pop(tensors[0].data_ptr(), None) if block is None else block.space
@@ -264,7 +264,7 @@ class OpenNvmeTier(FileStorage, Tier):
         return block
 
     def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
-        """A window for each block into one of the two buffers, which grows to the largest part."""
+        """Return a window for each block into one of the two buffers, which grows to the largest part."""
         size = sum(block.padded_size for block in blocks)
         if self.buffers[which].numel() < size:
             self.lane.drain()  # no transfer uses the old buffer

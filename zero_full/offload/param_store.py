@@ -51,7 +51,7 @@ class ParamSlice:
         place.copy_(self.values)
 
     def fetch(self, device: torch.device) -> Tensor:
-        """The values on the device where they are stepped."""
+        """Return the values on the device where they are stepped."""
         return self.values.to(device)
 
     def update(self, updated: Tensor) -> None:
@@ -111,7 +111,7 @@ class HostParamSlice(ParamSlice):
         self.copied = self.uploads.copy(place, self.at_rest, home, self.copied)
 
     def fetch(self, device: torch.device) -> Tensor:
-        """The values on the device where they are stepped, by a copy on the current stream."""
+        """Return the values on the device where they are stepped, by a copy on the current stream."""
         stream = current_stream(device)
         if stream is None:
             return self.values.to(device)
@@ -144,11 +144,11 @@ class ParamStore(Storage):
     prefetch_numel = sys.maxsize  # elements of slices that may be prefetched at a time
 
     def of(self, numel: int) -> "ParamStore":
-        """The store for a slice of `numel` elements. Call it once for each slice."""
+        """Return the store for a slice of `numel` elements. Call it once for each slice."""
         return self
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """The names in reports of slices of these sizes, in this order."""
+        """Return the names in reports of slices of these sizes, in this order."""
         return [ParamSlice.kind] * len(numels)
 
     def add(self, values: Tensor) -> ParamSlice:
@@ -171,14 +171,14 @@ class MemoryFirstStore(ParamStore):
         self.left, self.in_memory = memory_numel, in_memory
 
     def of(self, numel: int) -> ParamStore:
-        """The store in memory until it is full, then this one."""
+        """Return the store in memory until it is full, then this one."""
         if numel > self.left:
             return self
         self.left -= numel
         return self.in_memory
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """The names in reports: "disk" for slices that do not fit in memory."""
+        """Return the names in reports: "disk" for slices that do not fit in memory."""
         left, found = self.left, []
         for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
             found.append("disk" if numel > left else in_memory)
@@ -197,7 +197,7 @@ class HostParamStore(ParamStore):
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """The names in reports: "host" for all slices."""
+        """Return the names in reports: "host" for all slices."""
         return [HostParamSlice.kind] * len(numels)
 
     def add(self, values: Tensor) -> ParamSlice:

@@ -42,7 +42,7 @@ def whole_pages(size: int) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this process may still write to the directory's disk."""
+    """Return the bytes that this process may still write to the directory's disk."""
     found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
     # A file system in memory reports half of all memory, also if less is free.
@@ -50,14 +50,14 @@ def free_bytes(directory: Path) -> int:
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Whether the directory's file system is in the host's memory."""
+    """Return whether the directory's file system is in the host's memory."""
     found = (ctypes.c_long * 64)()  # begins with the kind of file system
     known = ctypes.CDLL(None).statfs(os.fsencode(directory), found) == 0
     return known and int(found[0]) in MEMORY_FILE_SYSTEMS
 
 
 def directory_of(path: str | Path) -> Path:
-    """The directory for a path with `~`. ValueError for an unexpanded variable or an unknown user."""
+    """Return the directory for a path with `~`. ValueError for an unexpanded variable or an unknown user."""
     if "$" in str(path) and not Path(path).exists():
         raise ValueError(
             f"nvme_path: {path} has a variable in it, which is not expanded. Give the directory."
@@ -86,7 +86,7 @@ def check_disk_space(directory: Path, need: int) -> None:
 
 
 def page_checksums(memory: Tensor) -> Tensor:
-    """A checksum of each page: the sum of its 64-bit words."""
+    """Return a checksum of each page: the sum of its 64-bit words."""
     return memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
 
 
@@ -134,7 +134,7 @@ class SpillFile:
             give(self._file, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(whole_pages(size)))
 
     def window(self, begin: int, size: int) -> Tensor:
-        """The first `size` bytes of an allocation, as memory."""
+        """Return the first `size` bytes of an allocation, as memory."""
         window = self._windows.get(begin)
         if window is None or window.numel() < size:
             window = self._windows[begin] = _mapped(self._file, begin, max(size, 1))

@@ -17,7 +17,7 @@ class Storage:
     lost = ""  # the message about values that could not be read
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved so far between memory and disk, by direction."""
+        """Return the bytes moved so far between memory and disk, by direction."""
         return {}
 
     def check_space(self, need: int) -> None:

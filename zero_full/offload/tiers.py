@@ -53,11 +53,11 @@ class Tier(Storage, ABC):
         return self
 
     def held(self) -> Sequence[Tensor]:
-        """Host buffers of the tier, beside those allocations."""
+        """Return the host buffers of the tier, beside those allocations."""
         return []
 
     def param_store(self, device: torch.device) -> ParamStore:
-        """The store of parameter slices in this tier, for a model on `device`."""
+        """Return the store of parameter slices in this tier, for a model on `device`."""
         return ParamStore()
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Tier(Storage, ABC):
         yield from parts
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """The copies of gradients from `device` and parameters to it; None: nothing has to be copied."""
+        """Return the copies of gradients from `device` and parameters to it; None: nothing to copy."""
         return None
 
 
@@ -121,7 +121,7 @@ class HostTier(Tier):
             raise ValueError(f"delay_after delays whole updates, but {reason}. Use one of the two.")
 
     def locks(self, device: torch.device) -> bool:
-        """Whether memory is page-locked for parameters on this device."""
+        """Return whether memory is page-locked for parameters on this device."""
         return self.pin_memory and device.type == LOCKABLE
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
@@ -138,18 +138,18 @@ class HostTier(Tier):
         return tensor.to(CPU)
 
     def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
-        """The copies down and up, which run at once; None if the device's memory is the host's."""
+        """Return the copies down and up, which run at once; None if the device's memory is the host's."""
         if device.type in ("cpu", "meta"):
             return None
         return StreamCopier(device), StreamCopier(device)
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """Copies on three threads, which start with their first job."""
+        """Return copies on three threads, which start with their first job."""
         copiers = self.copiers(device)
         return None if copiers is None else Flow(self.allocate, device, copiers, sums)
 
     def param_store(self, device: torch.device) -> ParamStore:
-        """The store in host memory; for a model on the CPU, the model's own memory."""
+        """Return the store in host memory; for a model on the CPU, the model's own memory."""
         locker = page_locker() if self.locks(device) else None
         return ParamStore() if device.type == "cpu" else HostParamStore(locker)
 

@@ -28,7 +28,7 @@ FLAGS_OR_NONE = ("foreach", "fused")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an error message: `; did you mean ...?` if a known name is close, else ""."""
+    """Return a hint for an error message: `; did you mean ...?` if a known name is close, else ""."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
@@ -87,7 +87,7 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
 
 
 def classes_in(module: Any, base: type) -> dict[str, Any]:
-    """The subclasses of `base` that a module of torch has, by name."""
+    """Return the subclasses of `base` that a module of torch has, by name."""
     found = {name: getattr(module, name) for name in dir(module)}
     return {
         name: each
@@ -97,7 +97,7 @@ def classes_in(module: Any, base: type) -> dict[str, Any]:
 
 
 def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an optimizer's constructor, from its `locals()`, without the parameters."""
+    """Return the arguments of an optimizer's constructor, from its `locals()`, without the parameters."""
     return {name: value for name, value in scope.items() if name not in ("self", "params", "__class__")}
 
 
@@ -148,5 +148,5 @@ def at_least(key: str, value: Any, least: int) -> int:
 
 
 def as_call(function: str, params: Mapping[str, Any]) -> str:
-    """The source of a call, as in `Adam(lr=1)`."""
+    """Return the source of a call, as in `Adam(lr=1)`."""
     return f"{function}({', '.join(f'{name}={shown(value)}' for name, value in params.items())})"

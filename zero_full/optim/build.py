@@ -134,7 +134,7 @@ def _tensors(params: list[Any], where: str) -> list[Tensor]:
 
 
 def optimizer_class(type: str) -> Any:
-    """The optimizer class of this name, in any case; ValueError if the name is unknown."""
+    """Return the optimizer class of this name, in any case; ValueError if the name is unknown."""
     name = type.lower()
     if near := NOT_SUPPORTED.get(name):
         raise ValueError(f"optimizer.type: zero_full does not have {type} yet. The nearest is {near}")
@@ -149,7 +149,7 @@ def optimizer_class(type: str) -> Any:
 
 
 def served_stages(type: str) -> Sequence[int]:
-    """The ZeRO stages that an optimizer of this name supports."""
+    """Return the ZeRO stages that an optimizer of this name supports."""
     stages: Sequence[int] = getattr(optimizer_class(type), "zero_full_stages", (0, 1, 2, 3))
     return stages
 

@@ -56,7 +56,7 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
 
 
 def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
-    """The optimizer's own stepper, from its `zero_full_stepper`; None if it has none."""
+    """Return the optimizer's own stepper, from its `zero_full_stepper`; None if it has none."""
     if not hasattr(optimizer, "zero_full_stepper"):
         return None
     kind = type(optimizer)
@@ -70,7 +70,7 @@ def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
 
 
 def _declares(kind: type[Optimizer], attribute: str) -> bool:
-    """Whether the class declares this attribute. A subclass that overrides `step` does not inherit it."""
+    """Return whether the class declares this attribute. Subclasses that override `step` do not inherit it."""
     for each in kind.__mro__:
         if attribute in vars(each):
             return bool(vars(each)[attribute]) and _same_step(kind, each)
@@ -78,6 +78,6 @@ def _declares(kind: type[Optimizer], attribute: str) -> bool:
 
 
 def _same_step(one: type, other: type) -> bool:
-    """Whether both classes have the same `step`, without torch's wrapper."""
+    """Return whether both classes have the same `step`, without torch's wrapper."""
     steps = [inspect.unwrap(each.step) if hasattr(each, "step") else None for each in (one, other)]
     return steps[0] is steps[1]

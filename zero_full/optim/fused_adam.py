@@ -86,7 +86,7 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
 
 
 def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
-    """Whether the step of `base` (or `step`) is that of torch or of FusedAdam: the operator does the same."""
+    """Return whether the step of `base` (or `step`) is torch's or FusedAdam's: the operator does the same."""
     if type(base) not in ADAMS or not steps_as_its_class(base, step or base.step):
         return False
     for group in base.param_groups:
@@ -141,7 +141,7 @@ class FusedAdamStep(Stepper):
         warn_if_second_moments_stall(base, dtypes)
 
     def takes(self, kinds: Collection[Kind]) -> bool:
-        """Whether to step these kinds of masters here, and not by torch's own step.
+        """Return whether to step these kinds of masters here, and not by torch's own step.
 
         This is asked before each step, because the groups' options may have been edited. torch's step is as
         good where moments have the master's dtype and this device has no compiled operators.
@@ -189,7 +189,7 @@ class FusedAdamStep(Stepper):
         return made
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed of stochastic rounding."""
+        """Return the seed of stochastic rounding."""
         return {} if self.rounding_keys is None else {"rounding_seed": self.rounding_keys.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ class RoundingKeys:
         self.seed, self.keys = seed, dict[str, int]()
 
     def key(self, name: str) -> int:
-        """The 64-bit key of a parameter, equal on all ranks."""
+        """Return the 64-bit key of a parameter, equal on all ranks."""
         if name not in self.keys:
             made = hashlib.blake2b(f"{self.seed} {clean_name(name)}".encode(), digest_size=8).digest()
             self.keys[name] = int.from_bytes(made, "little", signed=True)

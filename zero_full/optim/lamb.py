@@ -48,7 +48,7 @@ class Coefficients(Optimizer):
         return {param: ratios[param] for param in listed if param in ratios}
 
     def get_lamb_coeffs(self) -> list[float]:
-        """`lamb_coeffs` as DeepSpeed's FusedLamb gives them: a list, in the order of the parameter groups."""
+        """Return `lamb_coeffs` as DeepSpeed's FusedLamb does: a list, in the parameter groups' order."""
         return list(self.lamb_coeffs.values())
 
 
@@ -81,7 +81,7 @@ class Lamb(Coefficients):
     zero_full_sums_only = True  # of whole parameters it needs sums, which ranks with other parts can add up
 
     def zero_full_stepper(self) -> Stepper:
-        """The stepper of sharded parameters."""
+        """Return the stepper of sharded parameters."""
         return LambStep(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -90,7 +90,7 @@ class Lamb(Coefficients):
 
 
 def _coefficients(totals: Totals, bounds: Bounds) -> Iterator[tuple[Tensor, float]]:
-    """Each parameter with its coefficient, computed as in the operator."""
+    """Yield each parameter with its coefficient, computed as in the operator."""
     norms = torch.zeros(totals.rows.shape) if totals.rows.is_meta else totals.rows.sqrt()
     for param, (weight, change) in zip(totals.params, norms.tolist(), strict=True):
         least, most = bounds[id(param)]

@@ -112,11 +112,11 @@ class Muon(Optimizer):
         super().add_param_group({**group, "params": params})
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or pickle, with the options of both rules."""
+        """Return the state of a copy or pickle, with the options of both rules."""
         return {**super().__getstate__(), "options": self.options}
 
     def zero_full_stepper(self) -> Stepper:
-        """The stepper of sharded parameters."""
+        """Return the stepper of sharded parameters."""
         return MuonStep(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -160,11 +160,11 @@ class Orthogonal:
         self.groups, self.factor = groups, factor
 
     def concerns(self, whole: Whole) -> bool:
-        """Whether the parameter is Muon's."""
+        """Return whether the parameter is Muon's."""
         return bool(self.groups[whole.group]["use_muon"])
 
     def work(self, whole: Whole) -> int:
-        """The number of multiplications in Newton-Schulz."""
+        """Return the number of multiplications in Newton-Schulz."""
         group = self.groups[whole.group]
         small, large = sorted(whole.shape)
         if group["ns_method"] == "gram":
@@ -234,7 +234,7 @@ def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[fl
 
 
 def _normalized(matrix: Tensor, eps: float) -> Tensor:
-    """The matrix, or its transpose if it is tall, in bf16 and without a singular value above 1."""
+    """Return the matrix, or its transpose if it is tall, in bf16 and without a singular value above 1."""
     x = matrix.to(torch.bfloat16)
     x = x.T if _is_tall(matrix) else x
     unit: Tensor = x / x.norm().clamp(min=eps)
@@ -253,7 +253,7 @@ def _adjustment(kind: str | None, shape: torch.Size) -> float:
 
 
 def _wide(master: Tensor) -> torch.dtype:
-    """The dtype of the moments and momenta of a master."""
+    """Return the dtype of the moments and momenta of a master."""
     return torch.promote_types(master.dtype, torch.float32)
 
 
@@ -338,7 +338,7 @@ def _split(
 
 
 def _uses_muon(name: str | None, param: Any, rule: Any) -> bool:
-    """Whether a parameter is Muon's: by its own `use_muon`, the group's, or a function of its name."""
+    """Return whether a parameter is Muon's: by its own `use_muon`, the group's, or a function of its name."""
     if not isinstance(param, Tensor):
         return False  # torch raises for it
     use: Any = getattr(param, "use_muon", None)

@@ -57,7 +57,7 @@ class OneBitOptimizer(Optimizer):
         super().__init__(params, self.checked({name: given[name] for name in self.group_options}))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or pickle, with the options of the model."""
+        """Return the state of a copy or pickle, with the options of the model."""
         return {**super().__getstate__(), "model_options": dict(self.model_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class BufferLayout:
         return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     def parts(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece with its part of a buffer, in the piece's shape."""
+        """Yield each piece with its part of a buffer, in the piece's shape."""
         for piece, (start, stop) in zip(self.pieces, self.ranges, strict=True):
             yield piece, flat[start:stop].view(piece.master.shape)
 
@@ -139,7 +139,7 @@ class BufferLayout:
         return flat
 
     def digest(self) -> int:
-        """A checksum of the layout. Buffers with another checksum cannot be loaded."""
+        """Return a checksum of the layout. Buffers with another checksum cannot be loaded."""
         return zlib.crc32(repr([(piece.group, tuple(piece.shape)) for piece in self.pieces]).encode())
 
 
@@ -182,7 +182,7 @@ class OneBitStep(Stepper):
         self.layout, self.peers = BufferLayout(pieces), peers
 
     def closed_to_newcomers(self) -> str:
-        """The reason in every phase but the first."""
+        """Return the reason in every phase but the first."""
         if self.steps >= self.warmup_steps:
             return (
                 f"{self.name} has frozen the variance after {self.warmup_steps} steps, so the parameter "
@@ -256,7 +256,7 @@ class OneBitStep(Stepper):
         return made
 
     def _mask(self) -> Tensor | None:
-        """The elements to be sent, as a bool buffer; None if no group has a mask."""
+        """Return the elements to be sent, as a bool buffer; None if no group has a mask."""
         masks = {
             param: mask
             for group in self.optimizer.param_groups
@@ -269,7 +269,7 @@ class OneBitStep(Stepper):
         return self.layout.filled(lambda p: masks.get(params[p], torch.ones_like(p.master))) != 0
 
     def piece_params(self) -> Iterator[tuple[Piece, Any]]:
-        """Each piece with its parameter."""
+        """Return an iterator over each piece with its parameter."""
         owners: Mapping[Any, Any] = self.optimizer.state.owners  # type: ignore[attr-defined]
         return ((piece, owners[piece.master]) for piece in self.layout.pieces)
 
@@ -315,47 +315,47 @@ class OneBitStep(Stepper):
             )
 
     def _updates(self, piece: Piece) -> int:
-        """The number of gradients that a piece's variance has averaged."""
+        """Return the number of gradients that a piece's variance has averaged."""
         return int((self.state_of(piece) or {}).get("variance_step", 0))
 
     # State ---------------------------------------------------------------------------------------
 
     def group_of(self, piece: Piece) -> Mapping[str, Any]:
-        """The options of a piece's group."""
+        """Return the options of a piece's group."""
         group: Mapping[str, Any] = self.optimizer.param_groups[piece.group]
         return group
 
     def state_of(self, piece: Piece) -> dict[str, Any] | None:
-        """A piece's state; None for a parameter that never had a gradient."""
+        """Return a piece's state; None for a parameter that never had a gradient."""
         return self.optimizer.state.get(piece.master) or None
 
     def parts_with_state(self, flat: Tensor) -> Iterator[tuple[Piece, dict[str, Any], Tensor]]:
-        """Each piece that has a state, with its state and its part of a buffer."""
+        """Yield each piece that has a state, with its state and its part of a buffer."""
         for piece, part in self.layout.parts(flat):
             if (state := self.state_of(piece)) is not None:
                 yield piece, state, part
 
     def held(self) -> list[Tensor]:
-        """The compression errors."""
+        """Return the compression errors."""
         return [*([] if self.errors is None else (self.errors.worker, self.errors.server)), *self._loaded()]
 
     def _loaded(self) -> Iterator[Tensor]:
         return (tensor for name, tensor in self.loaded.items() if name != MADE_FOR)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """This rank's compression errors."""
+        """Return this rank's compression errors."""
         if self.errors is None:
             return dict(self.loaded)
         errors = self.errors.state_dict()
         return {name: errors[key] for name, key in SAVED_ERRORS.items()} if errors["worker"].numel() else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, and checks for `refuse_state` and `refuse_own`: equal on every rank."""
+        """Return the number of steps, and checks for `refuse_state` and `refuse_own`: equal on every rank."""
         facts = {"layout": self._digest(), "learning": self.warmup_steps}
         return {"steps": self.steps, "errors_of": self.errors_of, **facts}
 
     def _digest(self) -> int:
-        """A checksum of the buffer's layout and mask."""
+        """Return a checksum of the buffer's layout and mask."""
         mask, layout = self._mask(), self.layout.digest()
         return layout if mask is None else mask_checksum(mask, layout)
 
@@ -395,7 +395,7 @@ class OneBitStep(Stepper):
 def moments_in(
     piece: Piece, state: dict[str, Any], names: Sequence[str] = ("exp_avg", "exp_avg_sq")
 ) -> dict[str, Any]:
-    """A piece's state, created if missing: the update counts of both moments, and the moments `names`."""
+    """Return a piece's state, made if missing: the update counts of both moments, and the moments `names`."""
     if not state:
         state["step"] = state["variance_step"] = 0
         for name in names:
@@ -404,13 +404,13 @@ def moments_in(
 
 
 def step_size(state: Mapping[str, Any], group: Options, more: int = 0) -> float:
-    """The learning rate with the momentum's bias correction, `more` steps from now."""
+    """Return the learning rate with the momentum's bias correction, `more` steps from now."""
     lr = float(group["lr"])
     return lr / (1 - group["betas"][0] ** (state["step"] + more)) if group["bias_correction"] else lr
 
 
 def variance_correction(state: Mapping[str, Any], group: Options) -> float:
-    """The variance's bias correction, by the number of its own updates."""
+    """Return the variance's bias correction, by the number of its own updates."""
     return 1 - float(group["betas"][1]) ** state["variance_step"] if group["bias_correction"] else 1.0
 
 
@@ -421,7 +421,7 @@ def root_with_eps(variance: Tensor, group: Options) -> Tensor:
 
 
 def denominator(state: Mapping[str, Any], group: Options) -> Tensor:
-    """The denominator of Adam's update: the root of the corrected variance, with eps."""
+    """Return the denominator of Adam's update: the root of the corrected variance, with eps."""
     return root_with_eps(state["exp_avg_sq"] / variance_correction(state, group), group)
 
 
@@ -494,7 +494,7 @@ class OneBitAdam(OneBitOptimizer):
         super().__init__(params, arguments_of(locals()))
 
     def zero_full_stepper(self) -> Stepper:
-        """The stepper of sharded parameters."""
+        """Return the stepper of sharded parameters."""
         return OneBitAdamStep(self)
 
 

@@ -91,7 +91,7 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         return checked
 
     def zero_full_stepper(self) -> Stepper:
-        """The stepper of sharded parameters."""
+        """Return the stepper of sharded parameters."""
         return OneBitLambStep(self)
 
 
@@ -122,7 +122,7 @@ class OneBitLambStep(OneBitStep):
                 state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
 
     def _digest(self) -> int:
-        """The checksum of the base class. With one scale for the model, momenta are sent in other units."""
+        """Return a checksum that differs for one scale per model, where momenta are sent in other units."""
         layout = super()._digest()
         return layout if self.optimizer.model_options["per_tensor_scales"] else zlib.crc32(b"sizes", layout)
 
@@ -143,7 +143,7 @@ class OneBitLambStep(OneBitStep):
         self._step_by_coefficients()
 
     def _momentum_scalings(self) -> dict[Piece, float]:
-        """Factors of the momenta in the buffer that let one sign scale fit all; none if each has a scale.
+        """Return factors for the momenta that let one sign scale fit all; none if each has a scale.
 
         They are computed once, from the root mean squares of the momenta when the variance is frozen.
         """
@@ -172,7 +172,7 @@ class OneBitLambStep(OneBitStep):
     def _coefficient(
         self, state: State, group: Options, ratio: float, adam_norm: float, update_norm: float
     ) -> float:
-        """The mean coefficient times its factor: see `_ratio_and_norms` for the three numbers."""
+        """Return the mean coefficient times its factor: see `_ratio_and_norms` for the three numbers."""
         options, last = self.optimizer.model_options, state.get("last_factor", 1.0)
         # The factor corrects Adam's part of the update only: weight decay does not follow the gradients.
         share = min(1.0, adam_norm / update_norm) if group["weight_decay"] and update_norm > 0 else 1.0
@@ -184,7 +184,7 @@ class OneBitLambStep(OneBitStep):
         return float(mean_coeff * factor)
 
     def _pieces_with_state(self) -> list[tuple[Piece, State]]:
-        """The pieces with elements that have a state."""
+        """Return the pieces with elements that have a state."""
         pairs = ((piece, self.state_of(piece)) for piece in self.layout.pieces if piece.master.numel())
         return [(piece, state) for piece, state in pairs if state is not None]
 
@@ -210,7 +210,7 @@ def _adam_update(state: State, group: Options) -> Tensor:
 
 
 def _ratio_and_norms(piece: Piece, state: State, group: Options) -> Tensor:
-    """The largest ratio of the variances' roots, and the norms of Adam's update and of the whole update."""
+    """Return the largest ratio of the variances' roots, and the norms of Adam's and of the whole update."""
     frozen, fresh = state["exp_avg_sq"], state[FRESH]
     if group["bias_correction"]:  # with the frozen variance's bias correction
         beta2, count = group["betas"][1], state["variance_step"]
@@ -223,7 +223,7 @@ def _ratio_and_norms(piece: Piece, state: State, group: Options) -> Tensor:
 
 
 def _step_size(state: State, group: Options) -> float:
-    """The learning rate with the bias corrections of `Lamb`."""
+    """Return the learning rate with the bias corrections of `Lamb`."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     if not group["bias_correction"]:
         return lr

@@ -40,7 +40,7 @@ COMPOSITE = ("ChainedScheduler", "SequentialLR")  # their schedules are of anoth
 
 
 def warmup_gain(it: int, steps: int, kind: str) -> float:
-    """The gain of a warm-up: from 0 to 1 during `steps` iterations, logarithmic or linear; then 1."""
+    """Return the gain of a warm-up: from 0 to 1 during `steps` iterations, logarithmic or linear; then 1."""
     if it < 0:
         return 0.0
     if it >= steps:
@@ -58,15 +58,15 @@ class Schedule:
         self._write()
 
     def lr_at(self, it: int) -> list[float]:
-        """The learning rate of each parameter group after `it` + 1 steps of the schedule."""
+        """Return the learning rate of each parameter group after `it` + 1 steps of the schedule."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group at the present iteration."""
+        """Return the learning rate of each parameter group at the present iteration."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates that were last written, one per parameter group."""
+        """Return the learning rates that were last written, one per parameter group."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """The present iteration. Options are not saved: the configuration has them."""
+        """Return the present iteration. Options are not saved: the configuration has them."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The lower end of each group times a factor that grows by `rate` every `size` iterations."""
+        """Return the lower end of each group times a factor that grows by `rate` every `size` iterations."""
         intervals = (it + 1) / self.size
         gain = 1 + self.rate * (math.floor(intervals) if self.staircase else intervals)
         return [low * gain for low in self.min_lrs]
@@ -148,11 +148,11 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def gain(self, it: int) -> float:
-        """The position between the lower end, 0, and the upper end, 1."""
+        """Return the position between the lower end, 0, and the upper end, 1."""
         return warmup_gain(it, self.warmup_steps, self.warmup_type)
 
     def lr_at(self, it: int) -> list[float]:
-        """The learning rates between the two ends, by `gain`."""
+        """Return the learning rates between the two ends, by `gain`."""
         gain = self.gain(it)
         return [low + (high - low) * gain for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -176,7 +176,7 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def gain(self, it: int) -> float:
-        """The position between the ends: up to 1, then down to 0."""
+        """Return the position between the ends: up to 1, then down to 0."""
         if it < self.warmup_steps:
             return super().gain(it)
         return max(0.0, (self.total_steps - it) / max(1.0, self.total_steps - self.warmup_steps))
@@ -206,7 +206,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, it: int) -> float:
-        """The factor on each group's own rate. The cosine begins with the warm-up's last iteration."""
+        """Return the factor on each group's own rate. The cosine begins with the warm-up's last iteration."""
         if it < 0:
             return 0.0
         start, floor = self.warmup_steps, self.cos_min_ratio
@@ -217,11 +217,11 @@ class WarmupCosineLR(Schedule):
         return max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
     def get_lr_ratio(self) -> float:
-        """The present `ratio`, under DeepSpeed's name."""
+        """Return the present `ratio`, under DeepSpeed's name."""
         return self.ratio(self.last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """Each group's own rate times `ratio`."""
+        """Return each group's own rate times `ratio`."""
         ratio = self.ratio(it)
         return [base * ratio for base in self.base_lrs]
 
@@ -272,7 +272,7 @@ class OneCycle(Schedule):
         super().__init__(self.optimizer, self.last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The learning rates: the cycle, then the lower end divided by a growing factor."""
+        """Return the learning rates: the cycle, then the lower end divided by a growing factor."""
         if it < self.first + self.second:
             height = self._height(it)
             return [low + (high - low) * height for low, high in self.lrs]
@@ -288,12 +288,12 @@ class OneCycle(Schedule):
         return [high * self._decay(it, self.decay_mom_rate) for _, high in self.moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The present betas of each group, or None if they do not change; DeepSpeed's name."""
+        """Return the present betas of each group, or None if they do not change; DeepSpeed's name."""
         moms = self.mom_at(self.last_batch_iteration)
         return [(mom, BETA2_OF_ONE_CYCLE) for mom in moms] if self.cycle_momentum else None
 
     def _height(self, it: int) -> float:
-        """The position in the cycle between its lower end, 0, and its upper end, 1."""
+        """Return the position in the cycle between its lower end, 0, and its upper end, 1."""
         position = (it + 1) % (self.first + self.second)
         rising = position <= self.first
         done, size = (position, self.first) if rising else (self.first + self.second - position, self.second)
@@ -379,7 +379,7 @@ def _total(total: int, warmup: int) -> int:
 
 
 def schedules_of_torch() -> dict[str, Any]:
-    """The classes of torch's schedules, by name."""
+    """Return the classes of torch's schedules, by name."""
     found = classes_in(lr_scheduler, lr_scheduler.LRScheduler)
     return {name: each for name, each in found.items() if not name.endswith("LRScheduler")}
 

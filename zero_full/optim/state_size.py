@@ -16,7 +16,7 @@ SHAPE = torch.Size((2, 4))  # of the parameter of the trial step: a matrix, as M
 
 
 def state_bytes(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes) -> int | None:
-    """Bytes of state per element for this group and dtype of masters. None: unknown.
+    """Return the bytes of state per element for this group and dtype of masters. None: unknown.
 
     A copy of the optimizer takes a step on a few zeros. Only classes of torch and zero_full are tried: a
     user's class may have side effects.
@@ -33,7 +33,7 @@ def state_bytes(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes
 
 
 def can_step_in_parts(base: Optimizer) -> bool:
-    """Whether the optimizer can step a part of its parameters at a time."""
+    """Return whether the optimizer can step a part of its parameters at a time."""
     try:
         return _stepper_of(_twin_of(base)).takes_parts
     except TypeError:  # raised again when the run is assembled

@@ -80,16 +80,16 @@ class WholeRule(Protocol):
     wire: torch.dtype  # of the values that ranks send
 
     def concerns(self, whole: Whole) -> bool:
-        """Whether to gather this parameter. All ranks must return the same."""
+        """Return whether to gather this parameter. All ranks must return the same."""
 
     def work(self, whole: Whole) -> int:
-        """The cost of `of_whole`, to balance it over the ranks. All ranks must return the same."""
+        """Return the cost of `of_whole`, to balance it over the ranks. All ranks must return the same."""
 
     def bring(self, piece: Piece) -> Tensor:
-        """This rank's contribution, a tensor of the piece's size."""
+        """Return this rank's contribution, a tensor of the piece's size."""
 
     def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
-        """The result for the gathered `values`, both in the parameter's shape. May overwrite `values`."""
+        """Return the result for the gathered `values`, in the parameter's shape. May overwrite them."""
 
     def take(self, piece: Piece, values: Tensor) -> None:
         """Update a piece with its elements of the result."""
@@ -99,7 +99,7 @@ class OwnerRule(WholeRule, Protocol):
     """A rule that keeps state of whole parameters, each on one rank, its owner."""
 
     def state(self, whole: Whole) -> dict[str, Tensor]:
-        """The state that this rank, the owner, keeps of the parameter: the same dict at every call."""
+        """Return the state that this rank, the owner, keeps of the parameter: the same dict at every call."""
 
 
 class Totals(NamedTuple):
@@ -221,7 +221,7 @@ class Stepper:
         """
 
     def closed_to_newcomers(self) -> str:
-        """The reason, with a remedy, why a frozen parameter cannot be unfrozen now; "" if it can."""
+        """Return why a frozen parameter cannot be unfrozen now, with a remedy; "" if it can."""
         return ""
 
     def begin(self, pieces: Sequence[Piece]) -> None:
@@ -235,7 +235,7 @@ class Stepper:
         """End a step, also one that has failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule's own state, beside that of the pieces: plain data, the same on every rank."""
+        """Return the rule's own state, beside that of the pieces: plain data, the same on every rank."""
         return {}
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ class Stepper:
         """Make parameters equal on all ranks again. Every rank must call this."""
 
     def common(self, piece: Piece) -> Tensor:
-        """The values of a piece on which all ranks agree."""
+        """Return the values of a piece on which all ranks agree."""
         return piece.master
 
     @property
@@ -272,7 +272,7 @@ class Stepper:
         return frozenset()
 
     def held(self) -> list[Tensor]:
-        """The rule's own tensors, beside the pieces' state."""
+        """Return the rule's own tensors, beside the pieces' state."""
         return []
 
     @property
@@ -281,7 +281,7 @@ class Stepper:
         return frozenset()
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
-        """This rank's shards of `cut_entries`: the piece, the entry's name, the first element, the values.
+        """Return this rank's shards of `cut_entries`: piece, name of the entry, first element, values.
 
         The shards of all ranks make up the whole. A load puts the whole into the pieces' state first, and
         `load_own` shards it again.
@@ -289,11 +289,11 @@ class Stepper:
         return iter(())
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """The shards and tensors derived from them, for `load_own` on the same rank and world size."""
+        """Return the shards and tensors derived from them, for `load_own` on the same rank and world size."""
         return {}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """State of this rank alone between two steps, by name."""
+        """Return the state that only this rank has between two steps, by name."""
         return {}
 
     def refuse_own(self, state: Mapping[str, Any]) -> None:
@@ -350,7 +350,7 @@ class TorchStep(Stepper):
 
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
-    """True unless `step` was overridden on this instance (LR schedulers wrap it and are ignored)."""
+    """Return True unless `step` was overridden on this instance (LR schedulers wrap it and are ignored)."""
     return getattr(step, "__func__", None) is type(optimizer).step or is_wrapped_by_schedule(step)
 
 
@@ -367,7 +367,7 @@ def by_kind(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
 
 
 def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Each piece's state as torch's Adam keeps it: `step` and two moments, created in `dtype` if missing."""
+    """Return each piece's state like torch's Adam: `step` and two moments, made in `dtype` if missing."""
     states = []
     for piece in pieces:
         state, device = piece.state, piece.master.device
@@ -395,7 +395,7 @@ def copy_on(device: torch.device, here: Tensor) -> Tensor:
 
 
 def operators_for(pieces: Sequence[Piece]) -> Any:
-    """The compiled operators if they take these pieces, else the reference, which takes any."""
+    """Return the compiled operators if they take these pieces, else the reference, which takes any."""
     given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
     supported = (torch.float32, torch.bfloat16, torch.float16)
     takes = all(t.dtype in supported for t in given) and all(

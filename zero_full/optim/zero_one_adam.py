@@ -111,7 +111,7 @@ class ZeroOneAdam(OneBitOptimizer):
         super().__init__(params, arguments_of(locals()))
 
     def zero_full_stepper(self) -> Stepper:
-        """The stepper of sharded parameters."""
+        """Return the stepper of sharded parameters."""
         return ZeroOneAdamStep(self)
 
 
@@ -123,7 +123,7 @@ class Interval:
         self.length, self.counted = 1, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the event falls on this step."""
+        """Return whether the event falls on this step."""
         return step % self.length == 0
 
     def count(self) -> None:
@@ -156,7 +156,7 @@ class ShardedVariance:
         self.roots = torch.zeros(part * ranks, dtype=torch.bfloat16, device=layout.device)
 
     def shards(self) -> Iterator[tuple[Piece, int, Tensor]]:
-        """This rank's shard by pieces: the piece, the first of its elements, the values."""
+        """Yield this rank's shard by pieces: the piece, the first of its elements, the values."""
         for piece, (start, stop) in zip(self.layout.pieces, self.layout.ranges, strict=True):
             first, last = max(start, self.start), min(stop, self.stop)
             if first < last:
@@ -177,7 +177,7 @@ class ShardedVariance:
         self.peers.all_gather(self.roots, "roots of the variance")
 
     def root(self, piece: Piece) -> Tensor:
-        """The root of the variance of a whole piece, in fp32."""
+        """Return the root of the variance of a whole piece, in fp32."""
         start, stop = self.layout.range_of[piece]
         return self.roots[start:stop].view(piece.master.shape).float()
 
@@ -215,7 +215,7 @@ class ZeroOneAdamStep(OneBitStep):
             self.sharded = ShardedVariance(self.layout, peers)
 
     def closed_to_newcomers(self) -> str:
-        """The reason of the base class; at stage 1 also one from the first step on."""
+        """Return the reason of the base class; at stage 1 also one from the first step on."""
         reason = super().closed_to_newcomers()
         if not reason and self.sharded is not None and any(map(self.state_of, self.layout.pieces)):
             reason = f"at stage 1 the variance is sharded, and has no place for the parameter. {NEW_RUN}"
@@ -237,7 +237,7 @@ class ZeroOneAdamStep(OneBitStep):
         return self.movement is not None
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """The kinds of steps that these intervals allow, for plans."""
+        """Return the kinds of steps that these intervals allow, for plans."""
         found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._go_to, 1, False, 0)}
         if self.warmup_steps > self.variance_interval.patience:
             found["gradients at one bit"] = partial(self._go_to, 2, False, 0)
@@ -279,7 +279,7 @@ class ZeroOneAdamStep(OneBitStep):
         return moments_in(piece, self.optimizer.state[piece.master], kept)
 
     def _correction(self, piece: Piece) -> float:
-        """The bias correction of a piece's variance; 1 if it has none yet."""
+        """Return the bias correction of a piece's variance; 1 if it has none yet."""
         state = self.state_of(piece) or {}
         return variance_correction(state, self.group_of(piece)) if state.get("variance_step") else 1.0
 
@@ -291,7 +291,7 @@ class ZeroOneAdamStep(OneBitStep):
         return root_with_eps(root.square_(), group) if group["eps_inside_sqrt"] else root.add_(group["eps"])
 
     def _has_variance(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
-        """Elements that have had a gradient, as a bool tensor: one bit cannot encode a zero momentum."""
+        """Return which elements have had a gradient: one bit cannot encode a zero momentum."""
         variance: Tensor = state[VARIANCE] if self.sharded is None else self.sharded.root(piece)
         return variance > 0
 
@@ -380,7 +380,7 @@ class ZeroOneAdamStep(OneBitStep):
     # State ---------------------------------------------------------------------------------------
 
     def common(self, piece: Piece) -> Tensor:
-        """The piece, as of the last synchronization if ranks have taken local steps since."""
+        """Return the piece, as of the last synchronization if ranks have taken local steps since."""
         bounds = self.layout.range_of.get(piece)
         if self.movement is None or bounds is None:
             return piece.master
@@ -392,7 +392,7 @@ class ZeroOneAdamStep(OneBitStep):
         return frozenset((MOMENTUM,)) if self.is_apart else frozenset()
 
     def held(self) -> list[Tensor]:
-        """The compression errors, the shard and roots of the variance, and the buffers of local steps."""
+        """Return compression errors, the shard and roots of the variance, and the buffers of local steps."""
         local = [] if self.movement is None else [self.movement.anchor, self.movement.moved]
         return [*super().held(), *self.cut_tensors().values(), *local]
 
@@ -402,17 +402,17 @@ class ZeroOneAdamStep(OneBitStep):
         return frozenset() if self.sharded is None else frozenset((VARIANCE,))
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
-        """This rank's shard of the variance."""
+        """Yield this rank's shard of the variance."""
         for piece, start, values in [] if self.sharded is None else self.sharded.shards():
             if self.state_of(piece) is not None:
                 yield piece, VARIANCE, start, values
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """This rank's shard of the variance, and the roots of all of it."""
+        """Return this rank's shard of the variance, and the roots of all of it."""
         return {} if self.sharded is None else {VARIANCE: self.sharded.values, ROOTS: self.sharded.roots}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """This rank's compression errors and, during local steps, its movement, parameters and momentum."""
+        """Return this rank's compression errors and, in local steps, its movement, values and momentum."""
         own = super().own_tensors()
         if self.movement is None:
             return own
@@ -420,7 +420,7 @@ class ZeroOneAdamStep(OneBitStep):
         return own | {MOVED: self.movement.moved, PARAMETERS: masters, MOMENTUM: self._momenta()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps, the intervals and the numbers of local steps: equal on every rank."""
+        """Return the steps, the intervals and the numbers of local steps: equal on every rank."""
         intervals = [[each.length, each.counted] for each in (self.variance_interval, self.sync_interval)]
         numbers = [] if self.movement is None else [self.movement.rates, self.movement.kept]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}

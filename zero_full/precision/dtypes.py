@@ -40,7 +40,7 @@ class Dtypes:
                 )
 
     def for_model(self, model: nn.Module) -> "Dtypes":
-        """The dtypes for training this model: `adapters` are those of PEFT in fp32."""
+        """Return the dtypes for training this model: `adapters` are those of PEFT in fp32."""
         return replace(self, adapters=adapters_in_fp32(model))
 
     def of(self, model: torch.dtype, name: str = "") -> torch.dtype:
@@ -50,7 +50,7 @@ class Dtypes:
         return self.parameter
 
     def of_buffers(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """Every buffer's dtype during training, by name.
+        """Return every buffer's dtype during training, by name.
 
         Buffers keep their dtype: rotary frequencies rounded to 16 bits are off by radians in a long context.
         Only the statistics of a batch norm follow its weights, because torch wants both in one dtype.
@@ -68,19 +68,19 @@ class Dtypes:
         return found
 
     def master_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The dtype of masters: fp32 for 16-bit parameters unless asked otherwise."""
+        """Return the dtype of masters: fp32 for 16-bit parameters unless asked otherwise."""
         return torch.float32 if parameter in LOW and not self.low_master else parameter
 
     def moments_of(self, master: torch.dtype) -> torch.dtype:
-        """The dtype of Adam's moments for a master of this dtype."""
+        """Return the dtype of Adam's moments for a master of this dtype."""
         return torch.float32 if master == torch.bfloat16 and not self.low_state else master
 
     def accumulate_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The dtype of reduced gradients, in which micro-batches are accumulated."""
+        """Return the dtype of reduced gradients, in which micro-batches are accumulated."""
         return self.accumulate or self.master_of(parameter)
 
     def table(self, model: torch.dtype) -> dict[str, str]:
-        """The dtypes as text for the log, by the kind of tensor."""
+        """Return the dtypes as text for the log, by the kind of tensor."""
         parameter = self.of(model)
         master = self.master_of(parameter)
         rows = {

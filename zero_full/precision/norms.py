@@ -41,7 +41,7 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device, exactly: bool 
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether no element is inf or NaN, as a tensor on the device: one pass over memory, no copy."""
+    """Return whether no element is inf or NaN, as a tensor on the device: one pass over memory, no copy."""
     ends: list[Tensor] = []  # the smallest and the largest element of each tensor: NaN if any element is
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
@@ -53,14 +53,14 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 @functools.cache
 def has_fp64(device: torch.device) -> bool:
-    """Whether the device has 64-bit floats. Apple's GPUs do not, and only some of Intel's do."""
+    """Return whether the device has 64-bit floats. Apple's GPUs do not, and only some of Intel's do."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"
 
 
 def leaves_overflow(device: torch.device) -> bool:
-    """Whether `squared_norm` on this device may be inf though all elements are finite.
+    """Return whether `squared_norm` on this device may be inf though all elements are finite.
 
     See [Note: sums in fp32].
     """

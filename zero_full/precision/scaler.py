@@ -26,14 +26,14 @@ class StaticScale:
         return self.scale != 1
 
     def times(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; the loss itself where that is 1."""
+        """Return the loss times the scale; the loss itself where that is 1."""
         return loss if self.scale == 1 else loss.float() * self.scale  # in fp16 the product would overflow
 
     def update(self, overflow: bool) -> None:
         """Keep the scale, whether or not gradients have overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and, of a dynamic one, its counters and options."""
+        """Return the scale and, of a dynamic one, its counters and options."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
