@@ -250,6 +250,14 @@ def made_by_vmap(model: nn.Module) -> None:
     zero_full.initialize(model=model, config=config(0))
 
 
+def draws_for_a_real_tensor(model: nn.Module) -> None:
+    real = torch.empty(3)
+    with Init():
+        model.other = nn.Linear(2, 2)
+        real.normal_(generator=torch.Generator())
+        real.normal_()
+
+
 def meets_a_stranger(model: nn.Module) -> None:
     with Init():
         first = nn.Linear(3, 3)
@@ -269,6 +277,7 @@ MESSAGES: dict[Callable[[nn.Module], None], str] = {
     a_lazy_part: "1.weight has no shape yet, because its module is lazy",
     lazy_inside: "running_mean of LazyBatchNorm1d has no shape yet",
     made_by_vmap: "other has no values",
+    draws_for_a_real_tensor: "normal_.* with values would draw .* recorded for zero_full.initialize",
     meets_a_stranger: "constructed in another zero_full.Init",
 }
 

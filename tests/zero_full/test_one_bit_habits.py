@@ -129,7 +129,7 @@ def told(comm: Any, folder: Path) -> dict[str, str]:
         later = engine_of(kind, **{name: 20})
         found[f"{kind} later"] = said_by(lambda e=later, k=kind: e.load_checkpoint(folder, k))
     weight = engine.module.a.weight
-    assert engine.optimizer.contents.stepper.is_apart
+    assert engine.optimizer.contents.stepper.ranks_differ
     value = weight.detach().clone()
     for name, call in (
         ("fp32", lambda: zero_full.safe_get_full_fp32_param(weight)),
@@ -251,4 +251,4 @@ def test_before_its_second_phase_the_length_of_the_first_may_change(kind: str, t
     later = engine_of(kind, **{name: 20})
     later.load_checkpoint(tmp_path)
     train(later, 0, range(3, 12))
-    assert not later.optimizer.contents.stepper.is_apart
+    assert not later.optimizer.contents.stepper.ranks_differ

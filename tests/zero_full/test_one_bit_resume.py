@@ -249,7 +249,7 @@ def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
     optimizer, large = engine.optimizer, engine.module.parts["large"]
     for step in range(13):
         one_step(engine, comm.rank, step)
-    assert optimizer.contents.stepper.is_apart
+    assert optimizer.contents.stepper.ranks_differ
     own = everything(engine)
     state = optimizer.state_dict()
     refused = {

@@ -13,7 +13,7 @@ import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full.engine import out_of_memory
-from zero_full.engine.out_of_memory import BEGIN, MemoryNote, PlannedBytes, add_note, explain
+from zero_full.engine.out_of_memory import BEGIN, MemoryNote, MemoryNotes, add_note
 
 
 class Greedy(Net):
@@ -97,11 +97,8 @@ def test_a_note_of_a_device_names_what_else_it_holds() -> None:
         mock.patch.object(torch.accelerator, "memory_allocated", lambda device: allocated),
         mock.patch.object(torch.accelerator, "get_memory_info", lambda device: (10**6, 2 * 10**9)),
     ):
-        note = (
-            MemoryNote("step", engine.optimizer, engine.config, device, PlannedBytes(dict))
-            .text()
-            .splitlines()
-        )
+        notes = MemoryNotes(engine.optimizer, engine.config, device, dict)
+        note = MemoryNote(notes, "step").text().splitlines()
     *_, rest, _, _, first, second, third = note
     assert rest.startswith("  torch has allocated 1.00 GB more: ")
     assert rest.endswith(" The device has 2.00 GB, of which 1.00 MB are free.")
@@ -118,8 +115,10 @@ def test_the_plan_is_computed_once_for_an_engine() -> None:
         calls.append(1)
         return {"parameters": 7}
 
-    plan = PlannedBytes(computed)
-    assert calls == [] and plan.made().sizes == plan.made().sizes == {"parameters": 7} and calls == [1]
+    engine = zero_full.initialize(model=nn.Linear(4, 4), config=config(1))[0]
+    notes = MemoryNotes(engine.optimizer, engine.config, engine.device, computed)
+    assert calls == [] and notes.plan == notes.plan == ({"parameters": 7}, "") and calls == [1]
+    engine.destroy()
 
 
 def test_an_error_of_another_kind_stays_as_it_is_and_no_note_comes_twice() -> None:
@@ -129,14 +128,13 @@ def test_an_error_of_another_kind_stays_as_it_is_and_no_note_comes_twice() -> No
     assert not note_of(caught.value)
     error = RuntimeError("all_gather failed")
     error.__cause__ = torch.OutOfMemoryError("out of memory")
+    notes = MemoryNotes(engine.optimizer, engine.config, engine.device, fail)
     for _ in range(2):
-        explain(error, "step", engine.optimizer, engine.config, engine.device, PlannedBytes(fail))
+        notes.explain(error, "step")
     note = note_of(error)
     assert "\n".join(note).count(BEGIN) == 1 and "  No plan: out of memory." in note
     with mock.patch.object(out_of_memory, "MemoryNote", fail):
-        explain(
-            other := MemoryError(), "step", engine.optimizer, engine.config, engine.device, PlannedBytes(dict)
-        )
+        notes.explain(other := MemoryError(), "step")
     assert "could not be described" in note_of(other)[0]
     engine.destroy()
 

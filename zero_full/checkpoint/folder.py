@@ -308,7 +308,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(disk.read_file(path))
         manifest = content["manifest"]
         if content["crc32"] != zlib.crc32(_canonical(manifest)):
-            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+            raise CheckpointError(f"{path} is damaged: its checksum does not match. Load another tag")
         if manifest["format"] != FORMAT or manifest["version"] != VERSION:
             raise CheckpointError(
                 f"{path} has format {manifest['format']!r}, version {manifest['version']}. This release of "
@@ -320,7 +320,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}: the save was interrupted, or this is no checkpoint of zero_full"
         ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged: {error!r}. Load another tag") from error
     return dict(manifest)
 
 

@@ -274,7 +274,7 @@ class CheckpointLoad:
                 "Nothing was loaded"
             )
         if saved:
-            self.optimizer.contents.stepper.refuse_own(self.source.shared["stepper"])
+            self.optimizer.contents.stepper.check_own_tensors(self.source.shared["stepper"])
         self.own_keys = [key for key in saved if key.startswith(f"{OWN}/{this_rank()}/")]
         self.values.source_keys.update({key: key for key in self.own_keys})
 
@@ -354,7 +354,7 @@ class CheckpointLoad:
         """Read this rank's ranges of master weights, shards and optimizer state."""
         shared, stepper = self.source.shared, self.optimizer.contents.stepper
         if self.with_state:
-            stepper.load_own({})
+            stepper.load_own_tensors({})
         if "asleep" in shared:
             self.optimizer.wake_all_but(shared["asleep"])
         chunks = self._chunks()
@@ -363,7 +363,7 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
-            stepper.load_own({name: chunk.values for name, chunk in self.own.items()})
+            stepper.load_own_tensors({name: chunk.values for name, chunk in self.own.items()})
         elif self.objects.has_scheduler:
             set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()

@@ -19,7 +19,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def check_rng_states(found: dict[str, Any] | None) -> None:
-    """Raise if these states could not be restored."""
+    """Raise the error that `restore_rng_states` would raise, before anything is loaded."""
     if found is None:
         return
     random.Random().setstate(found["python"])
@@ -31,11 +31,11 @@ def check_rng_states(found: dict[str, Any] | None) -> None:
 
 
 def restore_rng_states(found: dict[str, Any]) -> None:
-    """Set the generators to saved states. States of generators that this process lacks are skipped."""
+    """Set the generators to saved states. An accelerator's state is skipped in a process without one."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     if "numpy" in found:
-        import numpy  # the saving run used it, so this one probably will, too
+        import numpy
 
         numpy.random.set_state(found["numpy"])
     if "accelerator" in found and torch.accelerator.is_available():

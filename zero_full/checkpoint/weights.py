@@ -384,7 +384,7 @@ def _catalogue(path: Path) -> dict[str, Stored]:
     if path.suffix != ".json":
         return _contents(path)
     weight_map = _weight_map(path)
-    contents = {name: _contents(_beside(path, name)) for name in dict.fromkeys(weight_map.values())}
+    contents = {name: _contents(_path_from_index(path, name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         if key not in contents[name]:
             raise CheckpointError(f"{path} says that {key} is in {name}, but that file lacks it")
@@ -437,13 +437,14 @@ def _read(stored: Stored, start: int, stop: int) -> Tensor:
                 raise OSError("it has become shorter")
     except OSError as error:
         raise CheckpointError(
-            f"{stored.key} in {stored.file} cannot be read: {error}. Some parameters are changed already"
+            f"{stored.key} in {stored.file} cannot be read: {error}. Some parameters are changed already: "
+            "load again before you train"
         ) from error
     return tensor
 
 
-def _beside(index: Path, name: str) -> Path:
-    """Return the path of a file that an index names. Raises CheckpointError unless it is in the same folder.
+def _path_from_index(index: Path, name: str) -> Path:
+    """Return the path of a file that an index names. Raises CheckpointError if it is in another folder.
 
     An untrusted index could name any file of this user. In Hugging Face's cache the files are symbolic links
     from `snapshots/REVISION` to `blobs`.

@@ -192,7 +192,10 @@ class CompressedReduce:
             if tensor.dtype not in kinds:
                 raise ValueError(f"{name} is {tensor.dtype}: it can be {', '.join(map(str, kinds))}")
         if errors.made_for != self.made_for:
-            raise ValueError(f"these errors belong to {errors.made_for}, not to {self.made_for}")
+            raise ValueError(
+                f"these errors belong to {errors.made_for}, not to {self.made_for}. Pass those of "
+                "new_errors()"
+            )
 
     def _copy(self, x: Tensor, out: Tensor, what: str) -> None:
         """Average over a single rank: copy exactly."""

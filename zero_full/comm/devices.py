@@ -34,11 +34,11 @@ def own_accelerator() -> torch.device:
 
 def identity_of(device: torch.device) -> str:
     """Return a device's identity: equal in all processes that use it, and different for any other device."""
-    ask: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
-    uuid = None if ask is None else getattr(ask(device), "uuid", None)
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
     if uuid is not None:
         return str(uuid)
-    boot = ""  # identity of this host since it was booted: names alone may be equal
+    boot = ""  # the boot's identity, because two hosts may have equal names
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{device} of {platform.node()} {boot}".strip()

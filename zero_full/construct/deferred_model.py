@@ -71,12 +71,13 @@ class Deferred:
         self.recorders = list(found)
         self.parameters: set[Parameter] = set()  # parameters whose values `run_replay` sets
         self.real: dict[str, Tensor] = {}  # values of tensors that are not recorded
-        local.undo.append(self._take_back)
+        local.undo.append(self._undo)
         for name, tensor in recorded.items():
             self.records[name].recorder.recording.names.given[name] = self.records[name].twin
             materialize(tensor, placeholder_scalar(tensor.dtype, device).expand(tensor.shape))
 
-    def _take_back(self) -> None:
+    def _undo(self) -> None:
+        """Make the parameters and buffers recorded ones again, after a failed `initialize`."""
         for name, record in self.records.items():
             dematerialize(self.named[name], record)
 
@@ -104,7 +105,7 @@ class Deferred:
         """Replay the recording, and call `assign` with every parameter and its values, one at a time."""
         self.values = ValueReport()
         are_compared = len(self.source_ranks.ranks) > 1
-        # Replay computes the others in new memory.
+        # Only real tensors can be views of a mapped file: replay computes recorded ones in new memory.
         files = MappedFiles(only_unchanged=True) if are_compared and self.real else None
 
         def deliver(name: str, real: Tensor) -> None:
@@ -176,11 +177,12 @@ def _play(
     to_the_end: bool,
     remember: bool = False,
 ) -> None:
-    behind = {id(record.twin): key for key, record in records.items()}
+    """Replay the recordings, and call `deliver` with the key of each of `records` and its values."""
+    key_of = {id(record.twin): key for key, record in records.items()}
     for recorder in recorders:
         twins = [record.twin for record in records.values() if record.recorder is recorder]
         recorder.recording.replay(
-            lambda twin, real: deliver(behind[id(twin)], real), twins, to_the_end, remember
+            lambda twin, real: deliver(key_of[id(twin)], real), twins, to_the_end, remember
         )
 
 
@@ -225,8 +227,9 @@ class SourceRanks:
 
     def agree(self, mine: ValueReport) -> bool:
         """Return whether all ranks' reports are equal and without newer values. Equal on all ranks."""
-        short = (hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.newest))
-        return set(self.pair.gather_objects(short, "values")) == {(short[0], False)}
+        digest_of_all = hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest()
+        summaries = self.pair.gather_objects((digest_of_all, bool(mine.newest)), "values")
+        return set(summaries) == {(digest_of_all, False)}
 
     def senders(self, mine: ValueReport) -> dict[int, list[str]]:
         """Return the names of the tensors that each rank must send, by its index. Equal on all ranks."""
@@ -256,6 +259,7 @@ class SourceRanks:
 
 
 def _sender_of(name: str, ranks: list[int], reports: list[ValueReport]) -> int:
+    """Return the index of the rank with the newest values. Raises ValueError if it cannot send them."""
     newest = reports[0].newest.get(name)
     if newest is None:
         return 0

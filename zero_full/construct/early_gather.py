@@ -65,8 +65,8 @@ def _check_modifier_rank(records: dict[Tensor, Record], rank: int | None) -> Non
     for record in records.values():
         if record.rank not in (None, rank):
             raise RuntimeError(
-                f"{record.name} is inside GatheredParameters(modifier_rank={record.rank}) already. Use the "
-                "same modifier_rank inside."
+                f"{record.name} is inside GatheredParameters(modifier_rank={record.rank}) already. Use this "
+                "modifier_rank in the inner context as well."
             )
 
 

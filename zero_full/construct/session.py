@@ -181,7 +181,11 @@ class _Operations(TorchDispatchMode):
             kwargs = {**kwargs, "device": META}
         elif not recorded and device != META:
             if draws_numbers(func) and self.recording.streams.has_pending_draws(generator_in((args, kwargs))):
-                raise _no_values_error(self.recording, f"{func} on a tensor of device='cpu'", ())
+                raise NoValuesError(
+                    f"{func} on a tensor with values would draw random numbers before earlier draws of the "
+                    "same generator, which zero_full.Init has recorded for zero_full.initialize. Pass another one "
+                    "(generator=torch.Generator()), or draw before or after zero_full.Init."
+                )
             return func(*args, **kwargs)
         out = _on_meta(self.recording, func, args, kwargs)
         if torch.Tag.inplace_view not in func.tags:  # in-place views change the shape, not the values

@@ -41,11 +41,11 @@ from zero_full.checkpoint import (
 )
 from zero_full.comm.topology import this_rank
 from zero_full.config import Resolved
-from zero_full.engine import out_of_memory
 from zero_full.engine.forward_hooks import ForwardHooks
 from zero_full.engine.loader import RankLoader
 from zero_full.engine.metrics import Lap, Means, Meter, Metrics, clipped, peak_memory, rates_of
 from zero_full.engine.monitors import is_monitored
+from zero_full.engine.out_of_memory import MemoryNotes
 from zero_full.engine.profiler_ranges import ProfilerRanges, ranged
 from zero_full.engine.queries import DeepSpeedQueries
 from zero_full.engine.reporting import Reporting
@@ -121,7 +121,7 @@ class Engine(DeepSpeedQueries):
         self._warned_of_schedule = False
         self.offloaded = OffloadedStates(optimizer)
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
-        self._plan = out_of_memory.PlannedBytes(plan)
+        self._memory_notes = MemoryNotes(optimizer, self.config, device, plan)
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._timed = self.stopwatch.phases()
         self._ranges: ProfilerRanges | None = None  # while a profiler runs
@@ -164,7 +164,7 @@ class Engine(DeepSpeedQueries):
             with self._recorded, self._timed["forward"]():
                 outputs = self.module(*inputs, **named_inputs)
         except (RuntimeError, MemoryError) as error:
-            self._explain(error, "forward")
+            self._memory_notes.explain(error, "forward")
             raise
         if not torch.is_grad_enabled():
             return outputs
@@ -196,7 +196,7 @@ class Engine(DeepSpeedQueries):
                 scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
                 self.optimizer.reducer.backward.fail()
-                self._explain(error, "backward")
+                self._memory_notes.explain(error, "backward")
                 raise
             self.optimizer.reducer.finish()
         return loss
@@ -211,10 +211,6 @@ class Engine(DeepSpeedQueries):
         scaled = self.optimizer.scale(loss, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
-
-    def _explain(self, error: BaseException, phase: str) -> None:
-        """Add a note to an out-of-memory error."""
-        out_of_memory.explain(error, phase, self.optimizer, self.config, self.device, self._plan)
 
     def division_rule(self) -> str:
         """Return as text which calls divide the loss by the number of micro-batches; "" if that is 1."""
@@ -250,7 +246,7 @@ class Engine(DeepSpeedQueries):
                     with self._timed["step"]():
                         self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
                 except (RuntimeError, MemoryError) as error:
-                    self._explain(error, "step")
+                    self._memory_notes.explain(error, "step")
                     raise
                 if self.reporting is not None:
                     self.reporting.report(self.global_steps, self.skipped_steps)

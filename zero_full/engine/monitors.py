@@ -30,8 +30,8 @@ log = logging.getLogger("zero_full")
 PREFIX = "Train/Samples/"  # of all tags
 NOT_INSTALLED = "%s needs the package %s, which cannot be imported (%s). Install it: pip install %s"
 NOT_WRITABLE = "%s.output_path: nothing can be written to %s (%s). Set it to another folder"
-NOT_OPENED = "%s could not be opened (%s: %s). Mend that, or set its enabled to false"
-STOPPED = "%s has failed and writes no more: %s. Training goes on"
+NOT_OPENED = "%s could not be opened (%s: %s). Fix the cause, or set its enabled to false"
+STOPPED = "%s has failed and stops writing: %s. Training continues. Fix the cause before the next run"
 
 
 class Monitor(Protocol):
@@ -51,8 +51,8 @@ class Monitors:
         """Open the monitors that the configuration enables. Raises ConfigError if one cannot be opened."""
         self.open: dict[str, Monitor] = {}  # by section
         try:
-            for section, make in _enabled(config):
-                self.open[section] = _opened(section, make)
+            for section in _enabled(config):
+                self.open[section] = _opened(section, getattr(config, section))
         except BaseException:
             _close(self.open)
             raise
@@ -65,7 +65,7 @@ class Monitors:
         for section, monitor in [*self.open.items()]:
             try:
                 monitor.write(metrics, tags, at)
-            except Exception as error:  # a library of its own may raise any type
+            except Exception as error:  # the monitor's library may raise any type
                 del self.open[section]
                 log.warning(STOPPED, section, error)
 
@@ -76,27 +76,20 @@ class Monitors:
 
 def is_monitored(config: Config) -> bool:
     """Return whether the configuration enables a monitor."""
-    return any(True for _ in _enabled(config))
+    return bool(_enabled(config))
 
 
-def _enabled(config: Config) -> Iterator[tuple[str, Callable[[], Monitor]]]:
-    """Yield (section, function that opens its monitor)."""
-    if config.jsonl_monitor.enabled:
-        yield "jsonl_monitor", lambda: JsonLines(config.jsonl_monitor)
-    if config.csv_monitor.enabled:
-        yield "csv_monitor", lambda: CsvFiles(config.csv_monitor)
-    if config.tensorboard.enabled:
-        yield "tensorboard", lambda: TensorBoard(config.tensorboard)
-    if config.wandb.enabled:
-        yield "wandb", lambda: WeightsAndBiases(config.wandb)
+def _enabled(config: Config) -> list[str]:
+    """Return the sections of the monitors that the configuration enables."""
+    return [section for section in MONITORS if getattr(config, section).enabled]
 
 
-def _opened(section: str, make: Callable[[], Monitor]) -> Monitor:
+def _opened(section: str, options: Any) -> Monitor:
     try:
-        return make()
+        return MONITORS[section](options)
     except ConfigError:
         raise
-    except Exception as error:  # a library of its own may raise any type
+    except Exception as error:  # the monitor's library may raise any type
         raise ConfigError(NOT_OPENED % (section, type(error).__name__, error)) from error
 
 
@@ -138,7 +131,8 @@ def _folder(section: str, config: JsonlMonitorConfig | MonitorConfig) -> Path:
     return folder
 
 
-def _package(section: str, module: str, package: str) -> Any:
+def _imported(section: str, module: str, package: str) -> Any:
+    """Import a monitor's library. Raises ConfigError if its package is not installed."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -205,7 +199,7 @@ class TensorBoard:
     """Writes events by `torch.utils.tensorboard`."""
 
     def __init__(self, config: MonitorConfig) -> None:
-        library = _package("tensorboard", "torch.utils.tensorboard", "tensorboard")
+        library = _imported("tensorboard", "torch.utils.tensorboard", "tensorboard")
         self.writer = library.SummaryWriter(str(_folder("tensorboard", config)), flush_secs=10)
 
     def write(self, metrics: Metrics, tags: Mapping[str, float], at: int) -> None:
@@ -222,7 +216,7 @@ class WeightsAndBiases:
     """Logs to the run of `wandb` that the script has started, or else to one of its own."""
 
     def __init__(self, config: WandbConfig) -> None:
-        library = _package("wandb", "wandb", "wandb")
+        library = _imported("wandb", "wandb", "wandb")
         self.own = library.run is None
         self.run = library.run
         if self.own:
@@ -236,3 +230,11 @@ class WeightsAndBiases:
         """Finish the run, unless the script has started it."""
         if self.own:
             self.run.finish()
+
+
+MONITORS: dict[str, Callable[[Any], Monitor]] = {  # by their sections of the configuration
+    "jsonl_monitor": JsonLines,
+    "csv_monitor": CsvFiles,
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}

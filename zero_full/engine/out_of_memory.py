@@ -6,6 +6,7 @@ plan; activations are what torch's allocator has given out beyond those, and unk
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,44 +54,51 @@ class Remedy:
     text: str
 
 
-class PlannedBytes:
-    """The planned bytes of an engine by the kinds of the ledger, each with its peak within a step.
+class MemoryNotes:
+    """Adds a note to each out-of-memory error of an engine.
 
-    They are computed at the first error and kept, because a loop may catch errors and try smaller batches.
+    compute_plan  returns the planned bytes by the kinds of `HeldBytes`, each with its peak within a step
     """
 
-    def __init__(self, compute: Callable[[], Mapping[str, int]]) -> None:
-        self._compute, self._is_made = compute, False
-        self.sizes: Mapping[str, int] = {}
-        self.missing = ""  # why there is no plan
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        config: Config,
+        device: torch.device,
+        compute_plan: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.optimizer, self.config, self.device = optimizer, config, device
+        self.compute_plan = compute_plan
 
-    def made(self) -> "PlannedBytes":
-        """Compute the plan if this was not tried before, and return it."""
-        if not self._is_made:
-            self._is_made = True
-            try:
-                self.sizes = self._compute()
-            except Exception as error:  # a plan of this model may be impossible for any reason
-                self.missing = str(error).partition("\n")[0] or type(error).__name__
-        return self
+    @cached_property
+    def plan(self) -> tuple[Mapping[str, int], str]:
+        """The planned bytes, and why there are none. Kept, because a loop may catch errors and try again."""
+        try:
+            return self.compute_plan(), ""
+        except Exception as error:  # a plan of this model may be impossible for any reason
+            return {}, str(error).partition("\n")[0] or type(error).__name__
+
+    def explain(self, error: BaseException, phase: str) -> None:
+        """Add a note to an out-of-memory error of the call `phase`, unless it has one already."""
+        noted = "".join([str(error), *getattr(error, "__notes__", ())])
+        if not is_out_of_memory(error) or BEGIN in noted:
+            return
+        try:
+            add_note(error, MemoryNote(self, phase).text())
+        except Exception as problem:  # the note must never take the error's place
+            add_note(error, f"{BEGIN} {phase}. Its memory could not be described: {problem}")
 
 
 class MemoryNote:
     """Describes the memory of a rank at an out-of-memory error in the call `phase`."""
 
-    def __init__(
-        self,
-        phase: str,
-        optimizer: ZeroOptimizer,
-        config: Config,
-        device: torch.device,
-        plan: PlannedBytes,
-    ) -> None:
-        self.optimizer, self.config, self.device = optimizer, config, device
+    def __init__(self, notes: MemoryNotes, phase: str) -> None:
+        optimizer, device = notes.optimizer, notes.device
+        self.optimizer, self.config, self.device = optimizer, notes.config, device
         self.ledger = HeldBytes(optimizer)
         self.held = {kind: size for kind, size in self.ledger.now().items() if size}
         self.here = sum(self.held.get(kind, 0) for kind in ON_DEVICE)
-        self.planned, self.unplanned = plan.made().sizes, plan.missing
+        self.planned, self.unplanned = notes.plan
         self.others: int | None = None  # bytes of activations and temporaries; None: unknown
         if device.type != "cpu":
             self.others = max(0, torch.accelerator.memory_allocated(device) - self.here)
@@ -207,21 +215,3 @@ def _stages(optimizer: ZeroOptimizer) -> Any:
         return served_stages(type(optimizer.base).__name__)
     except ValueError:  # a class of the user's
         return (optimizer.settings.stage,)
-
-
-def explain(
-    error: BaseException,
-    phase: str,
-    optimizer: ZeroOptimizer,
-    config: Config,
-    device: torch.device,
-    plan: PlannedBytes,
-) -> None:
-    """Add a note to an out-of-memory error that has none yet. Other errors stay as they are."""
-    noted = "".join([str(error), *getattr(error, "__notes__", ())])
-    if not is_out_of_memory(error) or BEGIN in noted:
-        return
-    try:
-        add_note(error, MemoryNote(phase, optimizer, config, device, plan).text())
-    except Exception as problem:  # the note must never take the error's place
-        add_note(error, f"{BEGIN} {phase}. Its memory could not be described: {problem}")

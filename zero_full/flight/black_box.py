@@ -21,14 +21,14 @@ from zero_full.flight.rank_files import DONE, FORMAT, file_of, folder_of
 
 log = logging.getLogger("zero_full")
 EVENTS = 20_000  # in one file, at most
-WRITE_FAILED = "cannot write the recording %s (%s): it ends here"
+WRITE_FAILED = "cannot write the recording %s (%s): it ends here, and training continues"
 
 
 class BlackBox:
     """Writes one rank's events. Threads may share it."""
 
     def __init__(self, path: Path, rank: int, about: Mapping[str, Any], steps: int) -> None:
-        """Open both files, which begin with `about`. OSError if the folder cannot be written."""
+        """Open both files and write `about` to the first. Raises OSError if the folder cannot be written."""
         self.path, self.rank, self.about, self.steps = path, rank, dict(about), steps
         self.lock = threading.Lock()
         folder = folder_of(path)
@@ -60,7 +60,7 @@ class BlackBox:
             if self.files:
                 try:
                     self._put(text)
-                    self._count("what" in line, ends_step)
+                    self._count("what" in line, ends_step)  # an event's first line has "what"
                 except OSError as error:
                     log.warning(WRITE_FAILED, self.path, error)
                     self._close()

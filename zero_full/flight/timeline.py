@@ -1,9 +1,8 @@
-"""Merge the ranks' events into one recording: a list of frames, in the format of the site's player.
+"""Merge the ranks' events into one recording: a list of frames, which the website's player shows.
 
 A frame is a collective with all ranks that made it, or a pass of all ranks. It has a value for each rank:
-bytes held (`live`) and `sent`, as in the player's own animations, when the rank arrived (`start`) and left
-(`end`), and how long it `waited`. `last` is the rank that the others waited for; `missing` are the ranks that
-did not arrive.
+bytes held (`live`) and `sent`, when the rank arrived (`start`) and left (`end`), and how long it `waited`.
+`last` is the rank that the others waited for; `missing` are the ranks that did not arrive.
 
 [Note: clocks] Every rank counts microseconds from the start of its own recording. No rank leaves a collective
 before the last one has entered it, and then all leave at nearly the same time. So the offset between two

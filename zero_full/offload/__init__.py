@@ -1,6 +1,5 @@
 """Offload of optimizer state and parameters: device, host memory, NVMe."""
 
-from zero_full.errors import CopyError
 from zero_full.offload.host_device_copies import Flow
 from zero_full.offload.limits import Need, memory_limits, shortage_message
 from zero_full.offload.nvme_state import BlockTier
@@ -9,12 +8,14 @@ from zero_full.offload.tiers import DeviceTier, HostTier, Offload, Tier
 
 __all__ = [
     "BlockTier",
-    "CopyError",
     "DeviceTier",
     "Flow",
     "HostTier",
     "Need",
+    "Offload",
     "ParamSlice",
     "ParamStore",
+    "Tier",
+    "memory_limits",
+    "shortage_message",
 ]
-__all__ += ["Offload", "Tier", "memory_limits", "shortage_message"]

@@ -128,7 +128,7 @@ class FusedAdamStep(Stepper):
 
     fuses = adopts = is_alone = True
     takes_parts: bool = True
-    is_apart: bool = False
+    ranks_differ: bool = False
 
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
         self.base, self.own_step = base, own_step

@@ -69,7 +69,10 @@ class OneBitOptimizer(Optimizer):
         """Return a group's options with checked types and ranges, or raise ValueError."""
         check_fixed(options, FIXED)
         for name in self.model_options.keys() & options.keys():
-            raise ValueError(f"{name} is an option of the whole model: a parameter group cannot have it")
+            raise ValueError(
+                f"{name} is an option of the whole model: a parameter group cannot have it. Pass it to "
+                f"{type(self).__name__}"
+            )
         return checked_options(type(self), options, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -178,10 +181,10 @@ class OneBitStep(Stepper):
         self.warned: set[str] = set()  # parameters with few updates that were logged
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """Lay out the buffer. Errors of another layout were dropped: see `closed_to_newcomers`."""
+        """Lay out the buffer. Errors of another layout were dropped: see `unfreeze_obstacle`."""
         self.layout, self.peers = BufferLayout(pieces), peers
 
-    def closed_to_newcomers(self) -> str:
+    def unfreeze_obstacle(self) -> str:
         """Return the reason in every phase but the first."""
         if self.steps >= self.warmup_steps:
             return (
@@ -189,7 +192,7 @@ class OneBitStep(Stepper):
                 "would have none. Save a checkpoint, and load it without the optimizer's state "
                 "(load_optimizer_states=False) in a new run that trains the parameter from the beginning"
             )
-        if self.errors is not None or self.loaded or self.is_apart:
+        if self.errors is not None or self.loaded or self.ranks_differ:
             return f"the compression errors of {self.name} have no place for the parameter. {NEW_RUN}"
         return ""
 
@@ -350,7 +353,7 @@ class OneBitStep(Stepper):
         return {name: errors[key] for name, key in SAVED_ERRORS.items()} if errors["worker"].numel() else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and checks for `refuse_state` and `refuse_own`: equal on every rank."""
+        """Return the number of steps, and facts for the checks before a load: equal on every rank."""
         facts = {"layout": self._digest(), "learning": self.warmup_steps}
         return {"steps": self.steps, "errors_of": self.errors_of, **facts}
 
@@ -359,7 +362,7 @@ class OneBitStep(Stepper):
         mask, layout = self._mask(), self.layout.digest()
         return layout if mask is None else mask_checksum(mask, layout)
 
-    def refuse_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the saved variance is frozen and this run would freeze it at another step."""
         was = state.get("learning", self.warmup_steps)
         if was != self.warmup_steps and state["steps"] >= was:
@@ -370,10 +373,10 @@ class OneBitStep(Stepper):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state_dict`. `load_own` follows."""
+        """Continue from a saved `state_dict`. `load_own_tensors` follows."""
         self.steps, self.errors_of = state["steps"], state["errors_of"]
 
-    def refuse_own(self, state: Mapping[str, Any]) -> None:
+    def check_own_tensors(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the saved errors have another layout or mask than this run's buffer."""
         digest = self._digest()
         if state.get("layout", digest) != digest:
@@ -383,7 +386,7 @@ class OneBitStep(Stepper):
                 "drop_errors=True to drop them"
             )
 
-    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the compression errors. Without tensors they are dropped."""
         self.loaded = {name: tensors[name].clone() for name in SAVED_ERRORS if name in tensors}
         self.all_reduce = self.errors = None

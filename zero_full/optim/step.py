@@ -220,7 +220,7 @@ class Stepper:
         Called once before the first step, and again when frozen parameters begin to be trained.
         """
 
-    def closed_to_newcomers(self) -> str:
+    def unfreeze_obstacle(self) -> str:
         """Return why a frozen parameter cannot be unfrozen now, with a remedy; "" if it can."""
         return ""
 
@@ -238,7 +238,7 @@ class Stepper:
         """Return the rule's own state, beside that of the pieces: plain data, the same on every rank."""
         return {}
 
-    def refuse_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if this run cannot continue from a saved `state_dict`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class Stepper:
     # State that differs between ranks: see [Note: a rank's own state] ----------------------------
 
     @property
-    def is_apart(self) -> bool:
+    def ranks_differ(self) -> bool:
         """Whether parameters differ between ranks now."""
         return False
 
@@ -284,22 +284,22 @@ class Stepper:
         """Return this rank's shards of `cut_entries`: piece, name of the entry, first element, values.
 
         The shards of all ranks make up the whole. A load puts the whole into the pieces' state first, and
-        `load_own` shards it again.
+        `load_own_tensors` shards it again.
         """
         return iter(())
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """Return the shards and tensors derived from them, for `load_own` on the same rank and world size."""
+        """Return the shards and tensors derived from them, to load on the same rank and world size."""
         return {}
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Return the state that only this rank has between two steps, by name."""
         return {}
 
-    def refuse_own(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `load_own` can restore tensors saved together with this `state_dict`."""
+    def check_own_tensors(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if tensors saved together with this `state_dict` cannot be restored here."""
 
-    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore `own_tensors`, after everything else. Without tensors, drop this rank's own state."""
 
 

@@ -214,9 +214,9 @@ class ZeroOneAdamStep(OneBitStep):
         if self.shards_variance and pieces:
             self.sharded = ShardedVariance(self.layout, peers)
 
-    def closed_to_newcomers(self) -> str:
+    def unfreeze_obstacle(self) -> str:
         """Return the reason of the base class; at stage 1 also one from the first step on."""
-        reason = super().closed_to_newcomers()
+        reason = super().unfreeze_obstacle()
         if not reason and self.sharded is not None and any(map(self.state_of, self.layout.pieces)):
             reason = f"at stage 1 the variance is sharded, and has no place for the parameter. {NEW_RUN}"
         return reason
@@ -232,7 +232,7 @@ class ZeroOneAdamStep(OneBitStep):
         return not self.steps_locally and self.variance_interval.is_due(self.steps + 1)
 
     @property
-    def is_apart(self) -> bool:
+    def ranks_differ(self) -> bool:
         """True between two synchronizations: each rank has its own parameters."""
         return self.movement is not None
 
@@ -389,7 +389,7 @@ class ZeroOneAdamStep(OneBitStep):
     @property
     def own_entries(self) -> frozenset[str]:
         """The momentum, during local steps."""
-        return frozenset((MOMENTUM,)) if self.is_apart else frozenset()
+        return frozenset((MOMENTUM,)) if self.ranks_differ else frozenset()
 
     def held(self) -> list[Tensor]:
         """Return compression errors, the shard and roots of the variance, and the buffers of local steps."""
@@ -426,7 +426,7 @@ class ZeroOneAdamStep(OneBitStep):
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state_dict`. `load_own` follows."""
+        """Continue from a saved `state_dict`. `load_own_tensors` follows."""
         super().load_state_dict(state)
         intervals = self.variance_interval, self.sync_interval
         for interval, (length, counted) in zip(intervals, state["intervals"], strict=True):
@@ -434,9 +434,9 @@ class ZeroOneAdamStep(OneBitStep):
             self.shrunk = interval.length / length  # of the last one, `sync_interval`
         self.frozen, self.numbers = state["frozen"], state["walk"]
 
-    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore errors, movement, parameters and momentum. Without tensors they are dropped."""
-        super().load_own(tensors)
+        super().load_own_tensors(tensors)
         for tensor in self._loaded():
             tensor.mul_(self.shrunk)
         self.movement = None

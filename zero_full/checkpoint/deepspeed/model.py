@@ -145,7 +145,8 @@ def _frozen_at_3(source: SavedSource, models: list[ModelStates]) -> dict[str, in
         missing = [model.path.name for model in models if name not in model.fragments]
         if missing:
             raise CheckpointError(
-                f"{source.path / missing[0]} lacks its shard of {name}: the files are of different runs"
+                f"{source.path / missing[0]} lacks its shard of {name}: the files are of different runs. "
+                "Copy all files of one run here"
             )
         parts = [model.fragments[name] for model in models]
         sizes[name] = prod(shape)

@@ -150,7 +150,8 @@ def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
         raise
     except Exception as error:  # unexpected contents can cause any exception
         raise CheckpointError(
-            f"{place}: the files differ from those of DeepSpeed up to 0.19.8: {error!r}"
+            f"{place}: the files differ from those of DeepSpeed up to 0.19.8: {error!r}. Load another "
+            "tag, or convert this one with the DeepSpeed that wrote it (ds_to_universal)"
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""The constructor of both strategies."""
+"""The constructor that both strategies share: it checks the arguments and reads the configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_full.integrations.lightning.configuration import read_config, stage_of
-from zero_full.integrations.lightning.engines import refuse_options
+from zero_full.integrations.lightning.engines import check_options
 
 PASSED_ON = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout")
 
@@ -25,7 +25,7 @@ class Arguments:
         **others: Any,
     ) -> None:
         kept = (*PASSED_ON, self.precision_argument)
-        refuse_options(type(self).__name__, {name: others[name] for name in others if name not in kept})
+        check_options(type(self).__name__, {name: others[name] for name in others if name not in kept})
         super().__init__(**{name: value for name, value in others.items() if value is not None})
         self.config = read_config(config)
         self.stage = stage_of(stage, self.config)

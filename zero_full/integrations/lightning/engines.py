@@ -23,7 +23,7 @@ OF_DDP = {  # arguments of Lightning's DDPStrategy without a counterpart
 NO_COUNTERPART = "it is an option of DistributedDataParallel, which does not run here. Remove it"
 
 
-def refuse_options(strategy: str, options: Mapping[str, Any]) -> None:
+def check_options(strategy: str, options: Mapping[str, Any]) -> None:
     """Raise TypeError for options of DDPStrategy that have no counterpart."""
     for name in options:
         raise TypeError(f"{strategy}({name}=...): {OF_DDP.get(name, NO_COUNTERPART)}")

@@ -22,10 +22,10 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
-    """Trains with ZeRO what `fabric.setup(model, optimizer)` gets: `Fabric(strategy=ZeroFabricStrategy(3))`.
+    """Trains the model and optimizer of `fabric.setup` with ZeRO: `Fabric(strategy=ZeroFabricStrategy(3))`.
 
     stage    0, 1, 2 or 3; None: the configuration's, or 3
-    config   a dict, or the path of a JSON file, with DeepSpeed's keys, for all that Fabric does not decide
+    config   a dict, or the path of a JSON file, with DeepSpeed's keys; without those that Fabric decides
     others   accelerator, parallel_devices, cluster_environment, process_group_backend, timeout and precision
              as in Fabric's DDPStrategy
 
@@ -152,7 +152,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         if storage_options is not None or filter:
             name = "filter" if filter else "storage_options"
             raise TypeError(f"fabric.save({name}=...) is not supported with zero_full. Remove it")
-        engines, others = self._sort(state)
+        engines, others = self._split_state(state)
         if not engines:
             raise ValueError("fabric.save: the state has no model that fabric.setup returned. Add it")
         path = self.broadcast(str(path))
@@ -168,7 +168,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         """Load a folder, or a file of another strategy. Returns what `state` did not ask for."""
         if isinstance(state, (Engine, nn.Module)):  # fabric.load_raw
             state = {None: state}
-        engines, others = self._sort(state or {})
+        engines, others = self._split_state(state or {})
         if not engines:
             raise ValueError("fabric.load: pass the model that fabric.setup returned, in state")
         if folder.is_folder(path):
@@ -205,7 +205,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
                 engine.load_module_state_dict(found.pop(key), strict)
         return found
 
-    def _sort(self, state: Mapping[Any, Any]) -> tuple[list[Engine], dict[Any, Any]]:
+    def _split_state(self, state: Mapping[Any, Any]) -> tuple[list[Engine], dict[Any, Any]]:
         """Return the engines of the models in `state`, and its values that are no models or optimizers."""
         engines = [engine for value in state.values() for engine in self._of_module.get(id(value), ())]
         others = {

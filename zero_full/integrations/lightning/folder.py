@@ -1,4 +1,4 @@
-"""Lightning's checkpoints as folders that every rank writes its shards to.
+"""Save and load Lightning's checkpoints as folders, to which every rank writes its shards.
 
     FOLDER/latest, FOLDER/checkpoint/...     a checkpoint of zero_full, also for `python -m zero_full export`
     FOLDER/optimizer_1/...                       with several optimizers, the parts of the others
@@ -22,8 +22,11 @@ from zero_full.checkpoint import export_checkpoint, open_checkpoint
 from zero_full.engine.engine import Engine
 from zero_full.errors import CheckpointError
 
-KEY = "lightning"  # of the client state, and a file's name
-STATES = ("state_dict", "optimizer_states")  # keys of Lightning's dictionary that engines save in their place
+KEY = "lightning"  # the key in the client state, and the name of a file
+STATES = (
+    "state_dict",
+    "optimizer_states",
+)  # keys of Lightning's dictionary that engines save themselves
 
 
 def tag_of(number: int) -> str:
@@ -38,7 +41,7 @@ def is_folder(path: Any) -> bool:
 
 def save(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
     """Save the engines, and `others` of the first rank. Every rank must call this."""
-    state = {KEY: _pickled(others)}
+    state = {KEY: torch.frombuffer(bytearray(_pickled(others)), dtype=torch.uint8)}
     for number, engine in reversed([*enumerate(engines)]):  # `latest` names the first one, when all are there
         engine.save_checkpoint(
             folder, tag_of(number), client_state=state if number == 0 else None, save_latest=number == 0
@@ -63,9 +66,7 @@ def load(
     if (Path(folder) / KEY).exists():
         for engine in engines:
             engine.load_weights(folder, strict=strict)
-        return _unpickled(
-            torch.frombuffer(bytearray((Path(folder) / KEY).read_bytes()), dtype=torch.uint8), weights_only
-        )
+        return _unpickled((Path(folder) / KEY).read_bytes(), weights_only)
     for number, engine in enumerate(engines):
         _, client = engine.load_checkpoint(
             folder,
@@ -79,9 +80,10 @@ def load(
             saved = client or {}
     if KEY not in saved:
         raise CheckpointError(
-            f"{folder} was not saved by a Lightning strategy of zero_full: no {KEY!r} state"
+            f"{folder} has no {KEY!r} state: no Lightning strategy of zero_full has saved it. Load a folder "
+            "of ZeroStrategy or ZeroFabricStrategy"
         )
-    return _unpickled(saved[KEY], weights_only)
+    return _unpickled(saved[KEY].numpy().tobytes(), weights_only)
 
 
 def save_weights(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
@@ -93,7 +95,7 @@ def save_weights(engines: Sequence[Engine], folder: str | Path, others: Mapping[
         )
     engines[0].save_weights(folder)
     if engines[0].global_rank == 0:
-        (Path(folder) / KEY).write_bytes(_pickled(others).numpy().tobytes())
+        (Path(folder) / KEY).write_bytes(_pickled(others))
 
 
 def consolidate(folder: str | Path, file: str | Path) -> None:
@@ -114,8 +116,7 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
         source = open_checkpoint(Path(folder), tag_of(0))
         others = source.shared["client_state"][KEY].numpy().tobytes()
         source.close()
-    whole = torch.load(io.BytesIO(others), weights_only=False) | {"state_dict": state}
-    torch.save(whole, file)
+    torch.save(_unpickled(others, weights_only=False) | {"state_dict": state}, file)
 
 
 def _exported(folder: str | Path, out: Path, tag: str) -> dict[str, Tensor]:
@@ -128,13 +129,13 @@ def _exported(folder: str | Path, out: Path, tag: str) -> dict[str, Tensor]:
     }
 
 
-def _pickled(others: Mapping[str, Any]) -> Tensor:
+def _pickled(others: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save({key: value for key, value in others.items() if key not in STATES}, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return buffer.getvalue()
 
 
-def _unpickled(data: Tensor, weights_only: bool | None) -> dict[str, Any]:
-    loaded = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=bool(weights_only))
+def _unpickled(data: bytes, weights_only: bool | None) -> dict[str, Any]:
+    loaded = torch.load(io.BytesIO(data), weights_only=bool(weights_only))
     assert isinstance(loaded, dict)
     return loaded

@@ -31,7 +31,7 @@ class ZeroStrategy(Arguments, DDPStrategy):
     """Trains the LightningModule with ZeRO: `Trainer(strategy=ZeroStrategy(stage=3))`.
 
     stage    0, 1, 2 or 3; None: the configuration's, or 3
-    config   a dict, or the path of a JSON file, with DeepSpeed's keys, for all that Lightning does not decide
+    config   a dict, or the path of a JSON file, with DeepSpeed's keys, without those that Lightning decides
     others   accelerator, parallel_devices, cluster_environment, process_group_backend, timeout and
              precision_plugin as in DDPStrategy
 

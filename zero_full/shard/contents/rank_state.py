@@ -51,7 +51,7 @@ def check_same_rank(contents: Contents, saved: Mapping[str, Any]) -> None:
             "use. Load it on the same rank of the same world size, or use save_checkpoint, and "
             "load_checkpoint with drop_errors=True".format(*there, *here)
         )
-    contents.stepper.refuse_own(saved["stepper"])
+    contents.stepper.check_own_tensors(saved["stepper"])
 
 
 def facts_of(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def check_facts(contents: Contents, facts: Mapping[str, Any]) -> None:
                 f"optimizer.params.bias_correction to {str(corrected).lower()}, or pass such an optimizer. "
                 f"{without}"
             )
-    contents.stepper.refuse_state(facts.get("stepper", {}))
+    contents.stepper.check_state(facts.get("stepper", {}))
 
 
 def load_facts(contents: Contents, scaler: StaticScale, facts: Mapping[str, Any]) -> None:

@@ -28,17 +28,17 @@ class LocalSteps(Guard):
         self.base, self.stepper, self.trained, self.writes = base, stepper, trained, writes
 
     def check(self) -> None:
-        """Raise RuntimeError if user code froze parameters with momentum, or wrote while ranks are apart."""
+        """Raise RuntimeError if user code froze parameters with momentum, or wrote during local steps."""
         if self.stepper.moves_without_gradient:
             self._check_frozen()
-        if self.stepper.is_apart:
+        if self.stepper.ranks_differ:
             self.writes.check()  # notes tensors that were assigned to `param.data`
             masters = [group.name for group in self.trained if group.master.master_was_written()]
             self.check_writes(masters)
 
     def check_writes(self, masters: Sequence[str] = ()) -> None:
-        """Raise RuntimeError if ranks are apart and parameters, or these `masters`, were written."""
-        if self.stepper.is_apart and (written := dict.fromkeys([*self.writes.names(), *masters])):
+        """Raise RuntimeError if parameters or these `masters` were written during local steps."""
+        if self.stepper.ranks_differ and (written := dict.fromkeys([*self.writes.names(), *masters])):
             raise RuntimeError(
                 f"{listed(list(written))} was written while ranks hold different parameters, so the next "
                 "synchronization would overwrite it on all ranks. Call meet() of the engine's optimizer on "
@@ -64,7 +64,7 @@ class LocalSteps(Guard):
 
 def check_thawed(stepper: Stepper, thawed: Sequence[Member]) -> None:
     """Raise RuntimeError if the rule cannot begin to train parameters that were frozen until now."""
-    if problem := stepper.closed_to_newcomers():
+    if problem := stepper.unfreeze_obstacle():
         raise RuntimeError(
             f"{listed([member.name for member in thawed])} was frozen until now, and {problem}. Or freeze it "
             "again: nothing has changed yet"

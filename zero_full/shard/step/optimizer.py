@@ -356,9 +356,9 @@ class ZeroOptimizer(OptimizerProxy):
             ("order of reductions", reducer.order_checksum),
             ("signals watched", self.signals.told),
         ]
-        is_apart = self.local_steps is not None and self.contents.stepper.is_apart
-        # While ranks are apart their parameters differ by design, and a write has raised in LocalSteps.
-        written = "" if is_apart else self.writes.digest()
+        differ = self.local_steps is not None and self.contents.stepper.ranks_differ
+        # During local steps parameters differ by design, and a write has raised in LocalSteps.
+        written = "" if differ else self.writes.digest()
         doings = doings_of(self.base.param_groups, so_far, written, failure)
         alarm = self.offload is not None and bool(self.offload.error)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
@@ -619,14 +619,14 @@ class ZeroOptimizer(OptimizerProxy):
         check_facts(contents, saved)
         part.check([*contents.masters(), *NewState(contents, part).chunks()])
         check_same_rank(contents, saved)
-        contents.stepper.load_own({})
+        contents.stepper.load_own_tensors({})
         self.wake_all_but(saved["asleep"])
         state = NewState(contents, part)  # a new one: the groups that woke up have pieces now
         part.read([*contents.masters(), *state.chunks()])
         state.install()
         load_facts(contents, self.scaler, saved)
         self.zero_grad()
-        contents.stepper.load_own(saved.get("own", {}))
+        contents.stepper.load_own_tensors(saved.get("own", {}))
         self.follow_masters()
         self.start_over()
         run_hooks((self, self.base), load_hooks, AFTER)
@@ -653,7 +653,7 @@ class ZeroOptimizer(OptimizerProxy):
     def check_ranks_equal(self, call: str) -> None:
         """Raise RuntimeError while ranks hold different parameters, and after a step that was cut short."""
         self.unfinished.check_values(call)
-        if self.contents.stepper.is_apart:
+        if self.contents.stepper.ranks_differ:
             raise RuntimeError(
                 f"{call} between local steps, while parameters differ between ranks. Call meet() of the "
                 "engine's optimizer on every rank first, which synchronizes them (save_checkpoint does not "
@@ -690,7 +690,7 @@ class ZeroOptimizer(OptimizerProxy):
         for group in self.trained:
             group.master.copy_master()
         self.publish(self.trained)
-        if self.contents.stepper.is_apart:  # the ranks' own values differ, but not by writes of user code
+        if self.contents.stepper.ranks_differ:  # the ranks' own values differ, but not by writes of user code
             self.writes.forget()
 
     # Every rank together -------------------------------------------------------------------------
@@ -789,7 +789,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.unfinished.check_values("destroy(gather=True)")
             self.on_every_rank("destroy(gather=True)")
         self.signals.leave()
-        if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
+        if gather and self.contents.stepper.ranks_differ and not self.reducer.backward.failed:
             self.zero_grad()
             self.meet()
         with ExitStack() as leaving:  # callbacks run in reverse order, each even if another one raises
@@ -821,7 +821,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def _leave_model(self, gather: bool) -> None:
         """Remove hooks from the model; with `gather` leave whole parameters. Every rank must call this."""
-        if self.contents.stepper.is_apart and not gather and this_rank() == 0:
+        if self.contents.stepper.ranks_differ and not gather and this_rank() == 0:
             log.warning(
                 "destroy between local steps leaves parameters that differ between ranks. Call meet() of the "
                 "engine's optimizer before destroy, or destroy(gather=True)"
