@@ -272,20 +272,18 @@ class ZeroConfig(Strict):
     stage3_gather_fp16_weights_on_model_save: Annotated[Flag, idle("weights are always gathered")] = False
 
 
-class JsonlMonitorConfig(Strict):
-    """Metrics as lines of JSON, in `output_path/job_name/metrics.jsonl`."""
-
-    enabled: Flag = False
-    output_path: str = ""
-    job_name: str = ""
-
-
 class MonitorConfig(Strict):
     """Metrics for TensorBoard, or in CSV files, in the folder `output_path/job_name`."""
 
     enabled: Flag = False
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
+
+
+class JsonlMonitorConfig(MonitorConfig):
+    """Metrics as lines of JSON, in `output_path/job_name/metrics.jsonl`."""
+
+    job_name: str = ""
 
 
 class WandbConfig(Strict):

@@ -183,8 +183,8 @@ class _Operations(TorchDispatchMode):
             if draws_numbers(func) and self.recording.streams.has_pending_draws(generator_in((args, kwargs))):
                 raise NoValuesError(
                     f"{func} on a tensor with values would draw random numbers before earlier draws of the "
-                    "same generator, which zero_full.Init has recorded for zero_full.initialize. Pass another one "
-                    "(generator=torch.Generator()), or draw before or after zero_full.Init."
+                    "same generator, which zero_full.Init has recorded for zero_full.initialize. Pass "
+                    "another one (generator=torch.Generator()), or draw before or after zero_full.Init."
                 )
             return func(*args, **kwargs)
         out = _on_meta(self.recording, func, args, kwargs)

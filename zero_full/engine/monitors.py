@@ -118,7 +118,7 @@ def _scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
     yield from ((name, value) for name, value in named.items() if value is not None)
 
 
-def _folder(section: str, config: JsonlMonitorConfig | MonitorConfig) -> Path:
+def _folder(section: str, config: MonitorConfig) -> Path:
     """Make the folder of a monitor, and return it."""
     folder = Path(config.output_path).expanduser() / config.job_name
     try:
