@@ -165,7 +165,10 @@ def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
     aliases = sorted(source.aliases.items(), key=lambda item: natural_order(item[0]))
     tied = {alias: name for alias, name in aliases if name in names}
     if twice := sorted(names & tied.keys()):
-        raise CheckpointError(f"{source.path} stores {listed(twice)}, but says that these are tied to others")
+        raise CheckpointError(
+            f"{source.path} stores {listed(twice)}, but says that these are tied to others. Export "
+            "another tag"
+        )
     return tied
 
 
@@ -182,7 +185,8 @@ def _check_place(out: Path, files: WeightFiles) -> None:
     space = disk_usage(place)
     if space.free < files.size and space.total:  # some network file systems report zeros
         raise CheckpointError(
-            f"the export needs {human(files.size)}, but {place} has only {human(space.free)} free"
+            f"the export needs {human(files.size)}, but {place} has only {human(space.free)} free. Pass "
+            "a folder on another disk"
         )
 
 

@@ -148,7 +148,10 @@ class RankFile:
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            raise CheckpointError(f"{error.filename} is missing, but rank {rank} has written it") from None
+            raise CheckpointError(
+                f"{error.filename} is missing, but rank {rank} has written it. Copy it again, or load "
+                "another tag"
+            ) from None
         except OSError as error:
             raise CheckpointError(str(error)) from error
         except Exception as error:  # a damaged file can cause any exception in decoding

@@ -49,7 +49,8 @@ class TorchArchive:
         self.members = {info.filename.removeprefix(root): info for info in infos}
         if "byteorder" in self.members and self.bytes_of("byteorder") != b"little":
             raise CheckpointError(
-                f"{path} was written by a machine of another byte order and cannot be read on this one"
+                f"{path} was written by a machine of another byte order and cannot be read on this one. "
+                "Convert it to safetensors on such a machine"
             )
 
     @property

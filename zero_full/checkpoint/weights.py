@@ -387,7 +387,9 @@ def _catalogue(path: Path) -> dict[str, Stored]:
     contents = {name: _contents(_path_from_index(path, name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         if key not in contents[name]:
-            raise CheckpointError(f"{path} says that {key} is in {name}, but that file lacks it")
+            raise CheckpointError(
+                f"{path} says that {key} is in {name}, but that file lacks it. Copy all files again"
+            )
     return {key: stored for content in contents.values() for key, stored in content.items()}
 
 

@@ -193,7 +193,10 @@ class RandomStreams:
 def default_generator_lock() -> Iterator[None]:
     """Lock torch's default generator against other ranks that are threads of this process."""
     if not _generator_lock.acquire(timeout=TIMEOUT_S):
-        raise RuntimeError(f"another thread has been constructing its model for {TIMEOUT_S} s.")
+        raise RuntimeError(
+            f"another thread has been constructing its model for {TIMEOUT_S} s, and ranks that are threads "
+            "take turns. Leave its zero_full.Init sooner, or make each rank a process."
+        )
     try:
         yield
     finally:

@@ -68,7 +68,8 @@ def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise RecordingError(
-            f"there is no {path}, and no {folder}, where ranks write during the recording"
+            f"there is no {path}, and no {folder}, where ranks write during the recording. Pass "
+            "the path of a recording"
         ) from None
     except (OSError, ValueError) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error

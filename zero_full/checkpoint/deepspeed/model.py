@@ -42,7 +42,10 @@ class ModelStates:
                 "Convert it with the tools of the framework that has sharded it"
             )
         if not isinstance(content["module"], Mapping):
-            raise CheckpointError(f"{path} holds no module, but layers of pipeline parallelism")
+            raise CheckpointError(
+                f"{path} holds no module, but layers of pipeline parallelism, which are not supported. "
+                "Convert it with the tools of the framework that has saved it"
+            )
         experts = content.get("num_experts") or []
         if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
             raise CheckpointError(

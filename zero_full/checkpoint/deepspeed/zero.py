@@ -104,7 +104,10 @@ class ZeroSource(SavedSource):
         first = self.ranks[0]
         for other in self.ranks[1:]:
             if other.stage != first.stage or len(other.masters) != len(first.masters):
-                raise CheckpointError(f"{other.path} and {first.path.name} are of different runs")
+                raise CheckpointError(
+                    f"{other.path} and {first.path.name} are of different runs. Copy all files of one "
+                    "run here"
+                )
             for group, (theirs, ours) in enumerate(zip(other.states, first.states, strict=True)):
                 steps = python_values(numbers_of(theirs)), python_values(numbers_of(ours))
                 if steps[0] != steps[1] or other.moments(group).keys() != first.moments(group).keys():
