@@ -396,8 +396,8 @@ def refusals(comm: Any) -> list[str]:
 REFUSED = (
     r"first|blocks.0.up.weight is a DTensor on .*, and initialize got no mesh with a dimension 'tensor'",
     r"is a DTensor on .*, but the dimension 'tensor' of this rank has the ranks",
-    r"a mesh with 2 dimensions needs mesh_dim_names",
-    r"mesh dimension 'context' is unknown or there twice; known: data, dp, .* tp, .* pipe",
+    r"a mesh of 2 dimensions needs mesh_dim_names",
+    r"mesh dimension 'context' is unknown or repeated; known: data, dp, .* tp, .* pipe",
     r"is a DTensor\. Pipeline stages of layers that tensor parallelism has cut are not supported",
     r"zero_hpz_partition_size is not supported with DTensors",
     r"Muon needs whole parameters, and blocks.0.up.weight, .* are split over tensor-parallel ranks",

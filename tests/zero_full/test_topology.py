@@ -227,9 +227,9 @@ def test_mesh_names_become_roles(names: tuple[str, ...], groups: dict[str, str])
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (Mesh(("context",)), r"mesh dimension 'context' is unknown or there twice; known: data, dp, "),
-        (Mesh(("data", "dp")), r"mesh dimension 'dp' is unknown or there twice"),
-        (Mesh(None, ndim=2), r"a mesh with 2 dimensions needs mesh_dim_names, such as data, dp"),
+        (Mesh(("context",)), r"mesh dimension 'context' is unknown or repeated; known: data, dp, "),
+        (Mesh(("data", "dp")), r"mesh dimension 'dp' is unknown or repeated"),
+        (Mesh(None, ndim=2), r"a mesh of 2 dimensions needs mesh_dim_names, e.g. data, dp"),
         (Mesh(("replicate",)), r"'replicate' dimension also needs a 'shard' dimension"),
         (Mesh(("tp",)), r"a `tensor` group also needs a `data` group.*dimension 'data'"),
         (Mesh(("pp",)), r"a `pipe` group also needs a `data` group.*dimension 'data'"),

@@ -102,9 +102,7 @@ class AsyncSave:
         except Exception as error:  # the store or the publishing rank is gone
             failed = message_of(error)
         if failed:
-            self.failure = CheckpointError(
-                f"the asynchronous save into {self.save.folder} has failed: {failed}"
-            )
+            self.failure = CheckpointError(f"the asynchronous save into {self.save.folder} failed: {failed}")
             atexit.register(self._exit_as_failed)
         keys = [_key_of(self.save.payload.rank), *([OUTCOME] if self.save.is_first else [])]
         self.messages.finish(keys, min(LINGER_S, self.patience_s))

@@ -116,9 +116,7 @@ def _entries(source: Source, options: ExportOptions) -> tuple[dict[str, TensorEn
             left_out.append(name)
         elif kind in (PARAMETERS, BUFFERS):
             if name in keys:
-                raise CheckpointError(
-                    f"{source.path} has {keys[name]} and {key}, which have the same name in a file"
-                )
+                raise CheckpointError(f"{source.path} has {keys[name]} and {key}, which have the same name")
             keys[name], dtype = key, options.dtype_of(stored.dtype)
             if dtype not in CODES:
                 raise CheckpointError(f"{source.path}: {name} is {dtype}, which safetensors does not support")

@@ -99,9 +99,7 @@ def select(module: nn.Module, optimizer: ZeroOptimizer, names: Renaming | None =
         if renamed is None:
             continue
         if renamed in origin:
-            raise ValueError(
-                f"names maps {origin[renamed]} and {name} to the same name in the file, {renamed}"
-            )
+            raise ValueError(f"names maps {origin[renamed]} and {name} to the same name, {renamed}")
         origin[renamed] = name
         place = selection.tensors if isinstance(value, Tensor) else selection.others
         place[renamed] = value
@@ -377,9 +375,7 @@ def _catalogue(path: Path) -> dict[str, Stored]:
     if path.is_dir():
         found = [path / name for name in (SINGLE, INDEX) if (path / name).exists()]
         if not found:
-            raise CheckpointError(
-                f"{path} has neither {SINGLE} nor {INDEX}. Pass the path of the file itself"
-            )
+            raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}. Pass the path of a file")
         path = found[0]
     if path.suffix != ".json":
         return _contents(path)
@@ -387,9 +383,7 @@ def _catalogue(path: Path) -> dict[str, Stored]:
     contents = {name: _contents(_path_from_index(path, name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         if key not in contents[name]:
-            raise CheckpointError(
-                f"{path} says that {key} is in {name}, but that file lacks it. Copy all files again"
-            )
+            raise CheckpointError(f"{path} says that {key} is in {name}, but that file lacks it. Copy both")
     return {key: stored for content in contents.values() for key, stored in content.items()}
 
 

@@ -105,9 +105,7 @@ class HostStaging:
     def _stage(self, exchange: Callable[..., object], *fields: Sequence[StagedPart]) -> None:
         """Copy parts to the host, pass one flat tensor for each field to `exchange`, and copy parts back."""
         if self.failure:  # other ranks may still be in the middle of that collective
-            raise RuntimeError(
-                f"an earlier collective of this group failed: {self.failure}. Restart all ranks"
-            )
+            raise RuntimeError(f"an earlier collective of this group failed: {self.failure}. Restart the run")
         self.inner.call = self.call
         try:
             with torch.no_grad():

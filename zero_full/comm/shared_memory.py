@@ -283,9 +283,7 @@ class SpinBarrier:
             time.sleep(LONG_SLEEP_S)
         calls = [text.value.decode(errors="replace") or "another call" for text in self.texts]
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(calls)]
-        raise DesyncError(
-            "\n  ".join(["the ranks make different collectives, and nothing was sent:", *lines])
-        )
+        raise DesyncError("\n  ".join(["the ranks make different collectives; nothing was sent:", *lines]))
 
 
 def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:

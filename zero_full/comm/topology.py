@@ -94,16 +94,12 @@ class Topology:
         if names is None:
             if mesh.ndim == 1:
                 return cls(data=mesh.get_group())
-            raise ValueError(
-                f"a mesh with {mesh.ndim} dimensions needs mesh_dim_names, such as {_known_names()}"
-            )
+            raise ValueError(f"a mesh of {mesh.ndim} dimensions needs mesh_dim_names, e.g. {_known_names()}")
         groups: dict[str, Any] = {}
         for name in names:
             role = next((role for role, known in MESH_NAMES.items() if name in known), None)
             if role is None or role in groups:
-                raise ValueError(
-                    f"mesh dimension {name!r} is unknown or there twice; known: {_known_names()}"
-                )
+                raise ValueError(f"mesh dimension {name!r} is unknown or repeated; known: {_known_names()}")
             groups[role] = mesh.get_group(name)
         if "shard" in groups and "replicate" not in groups:
             groups["data"] = groups.pop("shard")

@@ -91,9 +91,7 @@ class Init:
             )
         if local.session is not None and not local.session.is_over:
             if self.weights is not None:
-                raise ValueError(
-                    "Init(weights=...) is inside another Init. Pass the weights to the outer one"
-                )
+                raise ValueError("Init(weights=...) is inside another Init. Pass weights to the outer one")
             return
         session = stack.enter_context(Session(latest(), constructs=True))
         local.latest = weakref.ref(session.recorder)

@@ -100,10 +100,8 @@ class CurrentAccelerator:
         self._seed("manual_seed_all", seed)
 
     def _seed(self, name: str, seed: int) -> None:
-        seeds = (
-            getattr(torch.get_device_module(self.type), name) if self.is_available() else torch.manual_seed
-        )
-        seeds(seed)
+        module = torch.get_device_module(self.type)
+        (getattr(module, name) if self.is_available() else torch.manual_seed)(seed)
 
     # Memory -------------------------------------------------------------------------------------
 
@@ -114,26 +112,24 @@ class CurrentAccelerator:
 
     def memory_allocated(self, index: int | None = None) -> int:
         """Return the bytes of tensors on a device; on the CPU the peak of the process's memory."""
-        return torch.accelerator.memory_allocated(index) if self.is_available() else self._peak_of_process()
+        return self._bytes("memory_allocated", index)
 
     def max_memory_allocated(self, index: int | None = None) -> int:
         """Return the peak of `memory_allocated`."""
-        return (
-            torch.accelerator.max_memory_allocated(index) if self.is_available() else self._peak_of_process()
-        )
-
-    def _peak_of_process(self) -> int:
-        return peak_memory(torch.device("cpu")) or 0
+        return self._bytes("max_memory_allocated", index)
 
     def memory_reserved(self, index: int | None = None) -> int:
         """Return the bytes that torch's allocator holds; on the CPU as `memory_allocated`."""
-        return torch.accelerator.memory_reserved(index) if self.is_available() else self._peak_of_process()
+        return self._bytes("memory_reserved", index)
 
     def max_memory_reserved(self, index: int | None = None) -> int:
         """Return the peak of `memory_reserved`."""
-        return (
-            torch.accelerator.max_memory_reserved(index) if self.is_available() else self._peak_of_process()
-        )
+        return self._bytes("max_memory_reserved", index)
+
+    def _bytes(self, name: str, index: int | None) -> int:
+        if self.is_available():
+            return int(getattr(torch.accelerator, name)(index))
+        return peak_memory(torch.device("cpu")) or 0
 
     def reset_peak_memory_stats(self, index: int | None = None) -> None:
         """Start a new peak. The CPU's stays."""

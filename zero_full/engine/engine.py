@@ -663,9 +663,7 @@ class Engine(DeepSpeedQueries):
         and to count steps, and returns neither, unless the configuration has log lines or monitors.
         """
         if self.optimizer.closed:
-            raise RuntimeError(
-                "metrics after destroy, which freed this rank's shards. Call it before destroy"
-            )
+            raise RuntimeError("metrics after destroy, which freed this rank's shards. Call it earlier")
         if self._lap is None:
             self._lap = Lap(self._count_steps())
         return self._read_metrics(self._lap.end())

@@ -123,8 +123,7 @@ def _folder(section: str, config: MonitorConfig) -> Path:
     folder = Path(config.output_path).expanduser() / config.job_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".writable").open("w"):
-            pass
+        (folder / ".writable").write_bytes(b"")
         (folder / ".writable").unlink()
     except OSError as error:
         raise ConfigError(NOT_WRITABLE % (section, folder.absolute(), error.strerror)) from error

@@ -75,6 +75,4 @@ def _check_run_state(state: Mapping[str, Any], lr_scheduler: Any) -> None:
             "engine.lr_scheduler.state_dict() before the load"
         )
     if lr_scheduler is None and state["lr_scheduler"] is not None:
-        log.warning(
-            "the schedule's state is not loaded, because this run has no schedule. Pass one to initialize"
-        )
+        log.warning("the schedule's state is not loaded: this run has no schedule. Pass one to initialize")

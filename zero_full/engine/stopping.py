@@ -37,9 +37,7 @@ class Stopping:
         if tag is not None:
             check_tag(tag)
         if not (client_state is None or callable(client_state) or isinstance(client_state, Mapping)):
-            raise TypeError(
-                f"client_state must be a dict, or a function that returns one, not {client_state!r}"
-            )
+            raise TypeError(f"client_state must be a dict or a function returning one, not {client_state!r}")
         self.optimizer, self.save = optimizer, save
         self.save_dir, self.tag, self.client_state = save_dir, tag, client_state
 

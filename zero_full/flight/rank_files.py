@@ -91,9 +91,7 @@ def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:
     chapters.sort(key=lambda chapter: int(chapter[0]["turn"]))
     newest = chapters[-1][0]
     if newest["version"] != VERSION:
-        raise RecordingError(
-            f"{files[0]} has format version {newest['version']}, not {VERSION}, which this reads"
-        )
+        raise RecordingError(f"{files[0]} has format version {newest['version']}; this reads {VERSION}")
     part = RankTrace(rank, newest)
     dropped = newest["dropped"]
     part.dropped_steps, part.dropped_events = int(dropped["steps"]), int(dropped["events"])

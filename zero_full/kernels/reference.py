@@ -9,7 +9,7 @@ numbers, the first one, they are terms of a sum.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,22 +29,16 @@ def adam_step(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     copies: Sequence[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    factor: float,
-    bias_correction: bool = True,
+    *options: Any,
+    **named_options: Any,
 ) -> None:
-    """Take a step of Adam with gradients times `factor`; masters are copied to `copies`, if given.
+    """Take a step of Adam, with the options of `Adam`; masters are copied to `copies`, if given.
 
     An element of a copy that is not its rounded master was written by the user: the master adopts it first.
-    `decoupled` is AdamW's decay. `steps` are the numbers of this step, from 1. Computation is in fp32, and in
-    fp64 for fp64 masters, which no compiled operator takes.
+    `steps` are the numbers of this step, from 1. Computation is in fp32, and in fp64 for fp64 masters, which
+    no compiled operator takes.
     """
-    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor, bias_correction)
+    adam = Adam(*options, **named_options)
     for i, master in enumerate(masters):
         p = master if not copies else with_user_writes(master, copies[i])
         moved = adam.step(p, grads[i], exp_avgs[i], exp_avg_sqs[i], steps[i])
@@ -62,8 +56,8 @@ class Adam(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool
-    factor: float
+    decoupled: bool  # AdamW's decay
+    factor: float  # of the gradients
     bias_correction: bool = True
 
     def step(
@@ -94,21 +88,15 @@ def adam_step_stochastic(
     steps: Sequence[Tensor],
     keys: Sequence[int],
     places: Sequence[int],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    factor: float,
-    bias_correction: bool = True,
+    *options: Any,
+    **named_options: Any,
 ) -> None:
     """Take a step of Adam with stochastic rounding of bf16 masters, and of bf16 moments.
 
     Random bits are a function of the parameter's key, the step and the element's index in the parameter.
     `places` are the indices of the tensors' first elements.
     """
-    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor, bias_correction)
+    adam = Adam(*options, **named_options)
     for i, kept in enumerate(zip(masters, exp_avgs, exp_avg_sqs, strict=True)):
         moved = adam.step(kept[0], grads[i], kept[1], kept[2], steps[i])
         bits = random_bits(keys[i], steps[i], places[i], kept[0].numel())

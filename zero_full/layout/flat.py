@@ -34,9 +34,7 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         if min(self.world, self.alignment, self.copies) < 1 or any(n < 0 for n in self.numels):
-            raise ValueError(
-                f"sizes must not be negative, and world, alignment and copies at least 1: {self}"
-            )
+            raise ValueError(f"sizes must not be negative; world, alignment and copies at least 1: {self}")
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -73,9 +73,7 @@ class BlockTier(HostTier):
     def __post_init__(self) -> None:
         """Raise ValueError for options that are out of range or not supported on a disk."""
         if self.ratio != 1:
-            raise ValueError(
-                f"ratio must be 1 for BlockTier, which offloads all of the state, not {self.ratio!r}"
-            )
+            raise ValueError(f"ratio must be 1 for BlockTier, which offloads all state, not {self.ratio!r}")
         if not str(self.path):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path).")
         if self.step_early:
@@ -343,13 +341,10 @@ class OpenNvmeTier(FileStorage, Tier):
                 continue
             if block.kept is not None:
                 block.put(tensors, block.kept)
-            elif not block.rests and block.is_of(tensors):  # the step was interrupted
-                self._copy_out(owned, tensors, block)
-
-    def _copy_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
-        """Copy tensors out of a buffer that will be reused. Their bytes in the file are obsolete."""
-        block = self.blocks[owned] = Block(tensors, block.space)
-        block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
+            elif not block.rests and block.is_of(tensors):
+                # The step was interrupted. The buffer will be reused, and the file's bytes are obsolete.
+                block = self.blocks[owned] = Block(tensors, block.space)
+                block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
 
 
 def _trim() -> None:

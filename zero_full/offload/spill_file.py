@@ -59,9 +59,7 @@ def is_in_memory(directory: Path) -> bool:
 def directory_of(path: str | Path) -> Path:
     """Return the directory for a path with `~`. ValueError for an unexpanded variable or an unknown user."""
     if "$" in str(path) and not Path(path).exists():
-        raise ValueError(
-            f"nvme_path: {path} has a variable in it, which is not expanded. Give the directory."
-        )
+        raise ValueError(f"nvme_path: {path} has a variable in it, which is not expanded. Expand it.")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -176,13 +174,7 @@ def _mapped(file: int, begin: int, size: int) -> Tensor:
     place = system.mmap(None, ctypes.c_size_t(whole), *flags, file, ctypes.c_int64(begin - lead))
     if place in (None, ctypes.c_void_p(-1).value):
         error = ctypes.get_errno()
-        raise OSError(
-            error, f"{os.strerror(error)}: {size} bytes of a spill file cannot be mapped into memory"
-        )
+        raise OSError(error, f"{os.strerror(error)}: {size} bytes of a spill file cannot be mapped to memory")
     memory = (ctypes.c_uint8 * whole).from_address(place)
-    weakref.finalize(memory, _unmap, place, whole).atexit = False
+    weakref.finalize(memory, system.munmap, ctypes.c_void_p(place), ctypes.c_size_t(whole)).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)[lead:]
-
-
-def _unmap(place: int, size: int) -> None:
-    ctypes.CDLL(None).munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))

@@ -127,9 +127,7 @@ def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
 def _tensors(params: list[Any], where: str) -> list[Tensor]:
     for each in params:
         if not isinstance(each, Tensor):
-            raise TypeError(
-                f"{where} must have parameters, such as those of model.parameters(), not {shown(each)}"
-            )
+            raise TypeError(f"{where} must have parameters, such as model.parameters(), not {shown(each)}")
     return params
 
 

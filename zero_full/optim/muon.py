@@ -274,9 +274,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     checked = checked_options(Muon, options, str)
     rule = checked["use_muon"]
     if not (rule is None or isinstance(rule, bool) or callable(rule)):
-        raise ValueError(
-            f"use_muon must be true, false or a function of a name and a parameter, not {shown(rule)}"
-        )
+        raise ValueError(f"use_muon must be true, false or a function(name, parameter), not {shown(rule)}")
     if "momentum" in checked:
         finite_number("momentum", checked["momentum"], most=BELOW_1)
         checked["ns_steps"] = at_least("ns_steps", checked["ns_steps"], 0)

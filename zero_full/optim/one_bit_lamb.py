@@ -79,9 +79,7 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         factor_min = finite_number("factor_min", factor_min)
         factor_threshold = finite_number("factor_threshold", factor_threshold)
         if not 0 < factor_min <= factor_max:
-            raise ValueError(
-                f"factor_min must be above 0 and at most factor_max ({factor_max}), not {factor_min}"
-            )
+            raise ValueError(f"factor_min must be > 0 and <= factor_max ({factor_max}), not {factor_min}")
         super().__init__(params, arguments_of(locals()))
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:

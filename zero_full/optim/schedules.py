@@ -352,9 +352,7 @@ def _per_group(optimizer: Optimizer, key: str, value: Rates, most: float = LARGE
     if not isinstance(value, list | tuple):
         return [float(finite_number(key, value, most=most))] * groups
     if len(value) != groups:
-        raise ValueError(
-            f"{key} lists {len(value)} values for {groups} parameter groups: give one or {groups}"
-        )
+        raise ValueError(f"{key} lists {len(value)} values for {groups} parameter groups: pass 1 or {groups}")
     return [float(finite_number(f"{key}[{place}]", each, most=most)) for place, each in enumerate(value)]
 
 

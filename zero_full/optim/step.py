@@ -412,9 +412,7 @@ def step_alone(optimizer: Any, closure: Callable[[], float] | None) -> float | N
     used = [(number, p) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None]
     for p in (p for _, p in used if p.grad.layout != torch.strided):
         kind = type(optimizer).__name__
-        raise RuntimeError(
-            f"{kind} needs dense gradients, and a parameter of shape {tuple(p.shape)} has a sparse one"
-        )
+        raise RuntimeError(f"{kind} needs dense gradients, not {p.grad.layout} of shape {tuple(p.shape)}")
     whole = [
         Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=optimizer.state[p]) for number, p in used
     ]

@@ -35,9 +35,7 @@ class Dtypes:
         for name in ("parameter", "reduce", "accumulate", "buffer"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(
-                    f"{name} must be a floating-point dtype such as torch.bfloat16, not {dtype!r}"
-                )
+                raise TypeError(f"{name} must be a floating-point dtype like torch.bfloat16, not {dtype!r}")
 
     def for_model(self, model: nn.Module) -> "Dtypes":
         """Return the dtypes for training this model: `adapters` are those of PEFT in fp32."""

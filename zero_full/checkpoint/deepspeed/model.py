@@ -48,9 +48,7 @@ class ModelStates:
             )
         experts = content.get("num_experts") or []
         if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
-            raise CheckpointError(
-                f"{path} is of a model with experts, whose separate files are not supported"
-            )
+            raise CheckpointError(f"{path} is of a model with experts, whose files are not supported")
         config = content.get("ds_config")
         self.path, self.content = path, content
         # The module's state dict. At stage 3 most of its parameters are empty.

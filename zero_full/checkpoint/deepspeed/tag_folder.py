@@ -20,9 +20,7 @@ EXPERTS = re.compile(
     r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
 )
 PIPELINE = re.compile(r"layer_\d+-model_\d+.*model_states\.pt")
-INTERRUPTED = (
-    "the save was interrupted, or the files of a node were not copied. Copy them, or load an older tag"
-)
+INTERRUPTED = "the save was interrupted, or a node's files were not copied. Copy them, or load an older tag"
 
 
 @dataclass

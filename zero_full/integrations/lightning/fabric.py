@@ -58,20 +58,20 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
         """Make an engine for each optimizer. Returns the engine or module, optimizers and scheduler."""
-        config = engine_config(self.stage, self.config, self.precision.precision)
-        engines, sharded = make_engines(module, optimizers, config)
-        return self._keep(module, engines), sharded, scheduler
+        engine_or_module, sharded = self._make_engines(module, optimizers)
+        return engine_or_module, sharded, scheduler
 
     def setup_module(self, module: nn.Module) -> Any:
         """Make an engine without an optimizer, for inference."""
-        config = engine_config(self.stage, self.config, self.precision.precision)
-        return self._keep(module, make_engines(module, [], config)[0])
+        return self._make_engines(module, [])[0]
 
-    def _keep(self, module: nn.Module, engines: list[Engine]) -> Any:
+    def _make_engines(self, module: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any]]:
+        config = engine_config(self.stage, self.config, self.precision.precision)
+        engines, sharded = make_engines(module, optimizers, config)
         self.engines += engines
         result = engines[0] if len(engines) == 1 else module
         self._of_module[id(result)] = engines
-        return result
+        return result, sharded
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Raise: an engine needs the model and its optimizers together."""
