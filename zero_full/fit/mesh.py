@@ -41,11 +41,11 @@ def cut_for_tensor(shape: Shape, model: nn.Module, ranks: int) -> dict[str, str]
     first, found = next(model.parameters()), dict[str, str]()
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        weight = module._parameters.get("weight")
+        weight = getattr(module, "weight", None)
         if last in ROWS:
             _cut(name, module, "weight", 1, ranks)
         elif last in COLUMNS or (last in HEADS and weight is not first):
-            for param in [*module._parameters]:
+            for param in [param for param, _ in module.named_parameters(recurse=False)]:
                 _cut(name, module, param, 0, ranks)
         else:
             continue
@@ -55,10 +55,7 @@ def cut_for_tensor(shape: Shape, model: nn.Module, ranks: int) -> dict[str, str]
 
 
 def _cut(name: str, module: nn.Module, param: str, dim: int, ranks: int) -> None:
-    whole = getattr(module, param)
-    if whole is None:
-        return
-    sizes = [*whole.shape]
+    sizes = [*getattr(module, param).shape]
     if sizes[dim] % ranks:
         raise FitError(f"--tensor: {name}.{param} has {sizes[dim]:,} rows or columns to divide by {ranks}")
     sizes[dim] //= ranks
