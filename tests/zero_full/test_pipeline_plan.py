@@ -431,7 +431,7 @@ def test_the_command_plans_tensor_parallel_models(tmp_path: Path, capsys: pytest
     ("model", "words", "answer"),
     [
         ("cut", [], "cannot be called without arguments"),
-        ("cut", ["--tensor", "0"], "--tensor 0: expected a number of ranks of at least 1"),
+        ("cut", ["--tensor", "0"], "argument --tensor: 0 is less than 1"),
         ("an_mlp", ["--tensor", "2"], "tensor is 2, but no parameter of the model is cut"),
         ("an_mlp", ["--pipe", "2"], "pipe is 2, but the model is no PipelineModule"),
         ("a_pipeline", ["--pipe", "9"], "9 pipeline stages, but the model has only 8 layers"),

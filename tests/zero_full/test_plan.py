@@ -381,8 +381,9 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.startswith("stage 2, 4 ranks, 448 parameters") and "between steps" in text
     assert asked(tmp_path, "--stages", model=f"{ME}:transformer", batch="2x16:int64") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["stage", "0", "1", "2", "3"] and lines[-1].startswith("sent in a step")
-    assert {len(line) for line in lines[1:]} == {80}
+    table = lines[1 : lines.index("")]
+    assert table[0].split() == ["stage", "0", "1", "2", "3"] and table[-1].startswith("sent in a step")
+    assert {len(line) for line in table} == {80} and "parameters" in lines[-1]  # the bars' legend
 
 
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

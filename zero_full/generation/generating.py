@@ -44,6 +44,10 @@ class NoTraining(Guard):
                 f"training inside {CALL}, whose values are for generation only. Leave the block first"
             )
 
+    def before_forward(self, module: nn.Module, args: object) -> None:
+        """Check as a forward pre-hook of the model."""
+        self.check()
+
 
 @contextmanager
 def generating(
@@ -75,7 +79,7 @@ def generating(
         optimizer.guards.append(guard)
         leaving.callback(optimizer.guards.remove, guard)
         # The engine's forward checks the guards, and the module may be called by itself.
-        leaving.callback(module.register_forward_pre_hook(lambda *_: guard.check()).remove)
+        leaving.callback(module.register_forward_pre_hook(guard.before_forward).remove)
         leaving.enter_context(torch.no_grad())
         if layers:
             leaving.enter_context(merged_adapters(layers, optimizer))
