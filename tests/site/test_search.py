@@ -81,7 +81,7 @@ def missed(page: Any) -> dict[str, list[str]]:
         cleared(page)
         page.keyboard.type(typed)
         try:
-            page.wait_for_function(FIRST, arg=[wanted, places[typed]], timeout=3000)
+            page.wait_for_function(FIRST, arg=[wanted, places[typed]], timeout=8000)
         except TimeoutError:
             wrong[typed] = page.evaluate(LINKS)
     return wrong
@@ -120,7 +120,7 @@ def lost(page: Any, anchors: dict[str, str]) -> dict[str, list[str]]:
         page.keyboard.press("End")
         first = f".md-search-result__item:nth-child(-n+2) > a[href*='#{anchor}']"
         try:
-            page.wait_for_selector(first, timeout=3000)
+            page.wait_for_selector(first, timeout=8000)
         except TimeoutError:
             wrong[whole(quote)] = page.evaluate(LINKS)
     return wrong
