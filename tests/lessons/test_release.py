@@ -1,5 +1,6 @@
 """A release for students: it holds no line of an answer, and its commands work without them."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from lessons import __main__ as cli
 from lessons import exercise, release
 from lessons.exercise import LessonError, find_lesson
 from lessons.registry import IN_ORDER, Lesson
+from tests import rotation
 
 ALL = [str(lesson.number) for lesson in IN_ORDER]
 
@@ -115,6 +117,29 @@ def test_in_a_release_the_right_file_passes_and_a_blank_one_does_not(tmp_path: P
     for command in ("solution", "diff", "bug"):
         refused = run_there(folder, command, "1")
         assert refused.returncode == 2 and f"{command}: answers are not here" in refused.stderr
+
+
+def check_all(folder: Path, lessons: list[Lesson]) -> None:
+    """Answer and check each lesson of a release, as a learner would, in the order of the list."""
+    for lesson in lessons:
+        answer_all(folder, lesson)
+        done = run_there(folder, "check", str(lesson.number))
+        assert done.returncode == 0 and "passed: all" in done.stdout, done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize("lesson", IN_ORDER, ids=ALL)
+def test_each_lesson_alone_can_be_passed(lesson: Lesson, tmp_path: Path) -> None:
+    release.release(tmp_path / "release", [str(lesson.number)])
+    check_all(tmp_path / "release", [lesson])
+
+
+def test_two_lessons_that_no_one_has_chosen_can_be_passed(tmp_path: Path) -> None:
+    """Two others for each commit: what lies between them keeps its answers, what comes after is blank."""
+    pair = rotation.chosen([*itertools.combinations(IN_ORDER, 2)])
+    release.release(tmp_path / "release", [str(lesson.number) for lesson in pair])
+    check_all(tmp_path / "release", [*pair])
 
 
 @pytest.mark.slow
