@@ -53,6 +53,9 @@ def answer(lesson: Lesson, guess: str) -> str:
     """Whether this is a line of the mistake, as LINE or FILE:LINE; if so, what the museum says about it."""
     seen, (right, place) = _seeded_one(lesson)
     guessed, line = _guessed(lesson, guess)
+    last = len(guessed.read_text(encoding="utf-8").splitlines())
+    if not 1 <= line <= last:
+        raise LessonError(f"--answer {guess}: {shown(guessed)} has lines 1 to {last}")
     lines = changed_lines(unmarked(right.read_text(encoding="utf-8")), place.read_text(encoding="utf-8"))
     if guessed != place or line not in lines:
         return f"line {line} of {shown(guessed)} is as it should be. Look again, or ask with another line."

@@ -28,7 +28,7 @@ from lessons.exercise import LessonError, shown
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Ledger
-from zero_min.thread_comm import run_world
+from zero_min.thread_comm import ThreadComm, run_world
 
 START = Path(__file__).with_name("golf_start.py")
 MODEL, RANKS, STEPS, LR = GPTConfig(context=16, layers=3, width=32), 4, 2, 1e-3
@@ -104,32 +104,53 @@ class StageSchedule:
         return list(self.trainer.model.parameters())
 
 
-def play_rank(comm: Comm, course: Course, make: Make) -> tuple[Cost, list[Tensor]]:
+class Metered(ThreadComm):
+    """A telephone that counts by itself: a schedule that empties or exchanges `ledger` changes no score."""
+
+    _counted: list[int]  # bytes of each call
+
+    @property  # type: ignore[override]
+    def ledger(self) -> Ledger:
+        """The ledger that the schedule sees."""
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, new: Ledger) -> None:
+        self._ledger, charge = new, new.charge
+        self._counted = getattr(self, "_counted", [])
+
+        def counting(collective: str, nbytes: int) -> None:
+            self._counted.append(nbytes)
+            charge(collective, nbytes)
+
+        new.charge = counting  # type: ignore[method-assign]
+
+
+def play_rank(comm: Metered, course: Course, make: Make) -> tuple[Cost, list[Tensor]]:
     """This rank's cost of the last step, and the parameters behind it."""
     text, generator = load_text(), torch.Generator().manual_seed(comm.rank)
-    comm.ledger = Ledger()
+    memory = Ledger()  # of its own: the schedule cannot reach it
 
     def loss(data: tuple[Tensor, Tensor]) -> Tensor:
         found: Tensor = model(*data)
         return found / course.micro_batches
 
-    with comm.ledger.watch():
+    with memory.watch():
         model = GPT(MODEL)
         schedule = make(model, comm, LR)
         for _ in range(STEPS):
             data = [batch(text, 2, MODEL.context, generator) for _ in range(course.micro_batches)]
-            comm.ledger.clear_traffic()
-            comm.ledger.peak = comm.ledger.live()
+            comm._counted.clear()
+            memory.peak = memory.live()
             schedule.step([lambda one=one: loss(one) for one in data])
         comm.settle()
-    calls = sum(event.what in comm.ledger.sent for event in comm.ledger.events)
-    cost = Cost(comm.ledger.peak, comm.ledger.total_sent(), calls)
+    cost = Cost(memory.peak, sum(comm._counted), len(comm._counted))
     return cost, [p.detach().clone() for p in schedule.parameters()]
 
 
 def play(course: Course, make: Make) -> tuple[Cost, list[list[Tensor]]]:
     """The cost of the rank that needs most, and every rank's parameters."""
-    ranks = run_world(play_rank, RANKS, course, make)
+    ranks = run_world(play_rank, RANKS, course, make, telephone=Metered)
     costs = [asdict(cost) for cost, _ in ranks]
     most = Cost(**{what: max(cost[what] for cost in costs) for what in costs[0]})
     return most, [params for _, params in ranks]
@@ -155,6 +176,9 @@ def card(course: Course, make: Make, board: Path) -> int:
     mine, params = play(course, make)
     if told := wrong(course, params):
         print(f"not counted: {told}")
+        return 1
+    if not mine.sent:
+        print("not counted: the ranks have sent nothing by `comm`, and have no other way to each other")
         return 1
     theirs, _ = play(course, course.par)
     print(f"{'':<24}{'yours':>12}{f'par: stage {course.stage}':>16}")

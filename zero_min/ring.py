@@ -7,6 +7,7 @@ everywhere. Nothing here knows how many bytes that is: the ledger counts what `s
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zero_min.comm import Comm
@@ -70,7 +71,7 @@ class RingComm(ThreadComm):
 
     def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order."""
-        pieces = whole.view(-1).tensor_split(self.world_size)
+        pieces = torch.tensor_split(whole.view(-1), self.world_size)
         pieces[self.rank].copy_(mine.view(-1))
         all_gather(self, pieces)
         return whole

@@ -15,15 +15,6 @@ MISTAKES = (
         CHANGES,
     ),
     Mistake(
-        "always-fp32",
-        "place",
-        "torch.promote_types(mine.dtype, torch.float32)",
-        "torch.float32",
-        "a model in fp64 gets a master that is narrower than itself",
-        "dtype",
-        CHANGES,
-    ),
-    Mistake(
         "empty-master",
         "place",
         "return master.copy_(mine)",

@@ -87,6 +87,14 @@ def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["0", "99999"])
+def test_a_line_that_is_not_there_is_no_guess(line: str, capsys: Capture) -> None:
+    _, place = seed(find_lesson("1"), "sum-for-mean")
+    assert cli.main(["bug", "1", "--answer", line]) == 2
+    last = len(place.read_text().splitlines())
+    assert f"stage1.py has lines 1 to {last}" in capsys.readouterr().err
+
+
 def test_a_file_that_was_changed_is_not_judged(capsys: Capture) -> None:
     lesson = find_lesson("1")
     _, place = seed(lesson, "sum-for-mean")

@@ -93,6 +93,20 @@ def test_what_is_not_right_is_not_counted(
     assert not (work / "golf.json").exists()
 
 
+class Forgetful(Schedule):
+    """Sends what the start sends, and empties every ledger that it can reach."""
+
+    def step(self, losses: Any) -> None:
+        super().step(losses)
+        self.comm.ledger.clear_traffic()
+        self.comm.ledger.peak = 0
+        self.comm.ledger = zero_min.Ledger()
+
+
+def test_an_emptied_ledger_changes_no_score() -> None:
+    assert play(COURSES[0], Forgetful)[0] == play(COURSES[0], Schedule)[0]
+
+
 @pytest.mark.rotates
 def test_a_course_begins_with_a_file_that_is_kept(work: Path, capfd: Capture) -> None:
     assert golf.golf("1") == 1

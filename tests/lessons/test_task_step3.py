@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -80,11 +81,37 @@ def test_reduce_sends_only_what_others_own() -> None:
     same("bytes sent by rank 0 and 1", got, [12, 12], about="bytes", by_rank=True)
 
 
+def test_reduce_says_whose_gradient_travels() -> None:
+    def body(comm: Comm) -> list[str]:
+        param, s = sliced(comm)
+        labels, reduce_scatter = list[str](), comm.reduce_scatter
+
+        def noted(parts: list[Tensor], label: str = "") -> Tensor:
+            labels.append(label or "no label")
+            return reduce_scatter(parts, label)
+
+        comm.reduce_scatter = noted  # type: ignore[method-assign, assignment]
+        s.gather()
+        param.grad = torch.tensor(VALUES)
+        s.reduce_gradient()
+        return labels
+
+    nameless = {
+        "reduce_scatter is called without `label=self.name`, so ranks that disagree are not named": [
+            "no label"
+        ]
+    }
+    for rank, got in enumerate(run_world(body, 2)):
+        same(
+            f"rank {rank}, label of the reduce-scatter", got, ["weight"], about="events", lookalikes=nameless
+        )
+
+
 class Diary(stage3.Stage3):
     """Two layers, and what happens to their weights, in order: "gather 0.weight", "release 0.weight", ..."""
 
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), comm)
+    def __init__(self, comm: Comm, model: nn.Module | None = None) -> None:
+        super().__init__(model or nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), comm)
         self.events: list[str] = []
         for s in self.sliced.values():
             s.gather = self._noting("gather", s, s.gather)
@@ -155,6 +182,33 @@ def test_after_has_the_weights_back_when_backward_comes() -> None:
     for rank, (got, finite) in enumerate(run_world(body, 2)):
         same(f"rank {rank}, in backward", got, expected, about="events")
         assert finite, f"rank {rank}: expected a gradient of numbers for the input, got NaN or nothing"
+
+
+class TwoOutputs(nn.Module):
+    """A layer that returns two tensors, both made with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Two products with the weight."""
+        return x @ self.weight, 2 * x @ self.weight
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["first", "second"])
+def test_after_listens_to_every_output(used: int) -> None:
+    def body(comm: Comm) -> list[str]:
+        trainer = BackwardWithoutUs(comm, TwoOutputs())
+        loss = trainer.model(torch.ones(1, 2, requires_grad=True))[used].sum()
+        trainer.events.clear()
+        with suppress(RuntimeError):  # torch finds no weight if nobody has gathered it
+            loss.backward()
+        return trainer.events
+
+    for rank, got in enumerate(run_world(body, 2)):
+        what = f"rank {rank}, in the backward of output {used + 1} of 2"
+        same(what, got, ["gather weight"], about="events")
 
 
 def test_after_lets_a_model_be_evaluated_without_gradients() -> None:

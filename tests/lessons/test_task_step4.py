@@ -23,7 +23,7 @@ def scales(overflows: list[int], **options: Any) -> list[float]:
 
 
 FORGIVES = {"the first overflow is forgiven, although `hysteresis` is 1": [16, 16, 8, 4]}
-SILENT = {"no OverflowError is raised, so training would go on at the minimum for ever": list[str]()}
+SILENT = {"no OverflowError is raised, so training would go on at the minimum for ever": ["goes on"]}
 
 
 def test_scale_is_halved_by_every_overflow_without_hysteresis() -> None:
@@ -70,18 +70,17 @@ def test_scale_forgives_anew_after_each_good_step_if_asked() -> None:
     same(f"consecutive_hysteresis, overflows {overflows}", got, expected, lookalikes=ignored)
 
 
-def test_scale_stops_at_the_minimum_and_says_why() -> None:
+def test_scale_stops_at_the_minimum() -> None:
     scaler = precision.DynamicScale(3, minimum=2, hysteresis=1)
     scaler.update(True)
     below = {"the scale has fallen below `minimum`": 1.5}
     same("half of 3 with minimum 2", scaler.scale, 2, before=3, lookalikes=below)
-    said = ""
+    got = ["goes on"]
     try:
         scaler.update(True)
-    except OverflowError as error:
-        said = str(error)
-    named = [word for word in ("NaN", "2") if word in said]
-    same("what an OverflowError at the minimum names", named, ["NaN", "2"], lookalikes=SILENT)
+    except OverflowError:  # in words of the learner's own
+        got = ["OverflowError"]
+    same("an overflow at the minimum", got, ["OverflowError"], lookalikes=SILENT)
     patient = precision.DynamicScale(1, minimum=1, hysteresis=2)
     patient.update(True)
     same("at the minimum, after an overflow that is forgiven", patient.scale, 1)

@@ -48,11 +48,11 @@ def test_a_window_of_good_steps_doubles_without_limit() -> None:
     assert [trace(scaler, [0])[0][0] for _ in range(10)] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 8]
 
 
-def test_at_the_minimum_the_error_says_that_scaling_cannot_help() -> None:
+def test_at_the_minimum_an_overflow_is_an_error() -> None:
     scaler = DynamicScale(3, minimum=2, hysteresis=1)
     scaler.update(True)
     assert scaler.scale == 2  # never below
-    with pytest.raises(OverflowError, match=r"at its minimum, 2.*look for inf or NaN"):
+    with pytest.raises(OverflowError):  # a learner chooses the words
         scaler.update(True)
 
 
@@ -200,7 +200,7 @@ def test_the_minimum_is_an_error_on_every_rank() -> None:
         trainer = make(comm, 2, torch.float16, DynamicScale(1, hysteresis=1))
         one_step(trainer, 0, math.inf if comm.rank == 0 else None)
 
-    with pytest.raises(WorldError, match="OverflowError: gradients overflow although"):
+    with pytest.raises(WorldError, match="OverflowError"):
         run_world(body, 2)
 
 
