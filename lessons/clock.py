@@ -130,12 +130,9 @@ class Replay:
     @property
     def hidden(self) -> float:
         """How long rank 0's arithmetic and the network are busy at once."""
-        both = (
-            min(mine.end, other.end) - max(mine.start, other.start)
-            for mine in self.arithmetic[0]
-            for other in self.network
+        return sum(
+            _time_in(mine, other.start, other.end) for mine in self.arithmetic[0] for other in self.network
         )
-        return sum(time for time in both if time > 0)
 
 
 def _length(bars: Sequence[Bar]) -> float:
@@ -221,6 +218,12 @@ def hides_from(recording: Recording, machine: Machine, parameters: float) -> flo
 # Pictures ----------------------------------------------------------------------------------------
 
 
+def _time_in(bar: Bar, low: float, high: float) -> float:
+    """How long a bar lasts between two times."""
+    start, end = (sorted((low, time, high))[1] for time in (bar.start, bar.end))
+    return end - start
+
+
 def _letters(bars: Sequence[Bar], step: float) -> str:
     """A row of the chart: for each slot the letter of what takes most of it, or a dot."""
     row = []
@@ -228,7 +231,7 @@ def _letters(bars: Sequence[Bar], step: float) -> str:
     for low, high in pairwise(edges):
         inside: dict[str, float] = {}
         for bar in bars:
-            time = min(bar.end, high) - max(bar.start, low)
+            time = _time_in(bar, low, high)
             if time > 0:
                 inside[bar.what] = inside.get(bar.what, 0.0) + time
         free = high - low - sum(inside.values())

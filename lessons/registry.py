@@ -41,6 +41,7 @@ class Lesson:
     stage: int | None  # whose drawing it shows; None has a drawing of its own (`draw.OF_NO_STAGE`)
     presumes: str
     tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
+    oracles: tuple[str, ...] = ()  # tests that hold the answers in another form: a release goes without
 
     @property
     def modules(self) -> list[str]:
@@ -142,6 +143,7 @@ LESSONS = [
         0,
         "lessons 0 and 1",
         ("tests/zero_min/test_zero_one_adam.py",),
+        ("tests/zero_min/test_plain_zero_one_adam.py",),
     ),
     Lesson(
         7,

@@ -66,8 +66,7 @@ class Comm(ABC):
 
     def _piece(self, tensor: Tensor, rank: int) -> int:
         """How many elements a rank adds up. The pieces of the first ranks may be longer by one."""
-        size, remaining = divmod(tensor.numel(), self.world_size)
-        return size + 1 if rank < remaining else size
+        return len(range(rank, tensor.numel(), self.world_size))
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "") -> Tensor:
         """Sum part j over all ranks and give it to rank j alone. Sends (N-1)/N n.

@@ -120,12 +120,16 @@ def muon_held(matrices: int, others: int, world_size: int) -> dict[str, int]:
     return {"parameters": 4 * sum(flats), "gradients": 4 * sum(mine), "optimizer": 4 * mine[0] + 8 * mine[1]}
 
 
+def _within(position: int, rank: int, slice_size: int) -> int:
+    """How many elements of the rank's slice lie before this position of the flat tensor."""
+    return sorted((0, position - rank * slice_size, slice_size))[1]
+
+
 def muon_visits(sizes: Sequence[int], owners: Sequence[int], world_size: int) -> int:
     """Elements that are not where the work on their matrix is done. The matrices lie one behind the other."""
     mine, start, away = padded([sum(sizes)], world_size) // world_size, 0, 0
     for size, owner in zip(sizes, owners, strict=True):
-        at_home = min(start + size, (owner + 1) * mine) - max(start, owner * mine)
-        away += size - max(0, at_home)
+        away += size - (_within(start + size, owner, mine) - _within(start, owner, mine))
         start += size
     return away
 

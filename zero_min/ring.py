@@ -71,7 +71,7 @@ class RingComm(ThreadComm):
 
     def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order."""
-        pieces = torch.tensor_split(whole.view(-1), self.world_size)
+        pieces = torch.chunk(whole.view(-1), self.world_size)  # equal ones
         pieces[self.rank].copy_(mine.view(-1))
         all_gather(self, pieces)
         return whole

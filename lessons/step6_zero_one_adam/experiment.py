@@ -16,7 +16,7 @@ from lessons.colours import BROWN, OLIVE, VIOLET
 from lessons.plots import label, new_figure, save
 from zero_min import OneBitAdam, Stage1, WorldError, ZeroOneAdam, run_world
 from zero_min.comm import Comm
-from zero_min.compression import CompressedMean, compress, spread_out, unpack_signs
+from zero_min.compression import CompressedMean, compress, unpack_signs
 from zero_min.formula import compressed_round, padded
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import held
@@ -42,7 +42,8 @@ def broken() -> str:
 def _said(x: Tensor, error: Tensor, sizes: list[int], l1: bool = False) -> Tensor:
     """What the others hear of x plus the error."""
     packed, scales = compress(x, error, sizes, l1)
-    return spread_out(scales.to(x.dtype), sizes, len(x)) * unpack_signs(packed, x.dtype)
+    pieces = unpack_signs(packed, x.dtype).split([*sizes, len(x) - sum(sizes)])
+    return torch.cat([scale * piece for scale, piece in zip([*scales.tolist(), 0], pieces, strict=True)])
 
 
 def _numbers(values: Tensor) -> list[str]:

@@ -100,7 +100,7 @@ def chart(rows: Sequence[Sequence[Box]]) -> str:
     """A row of letters for each rank, one for each unit of time: a forward small, a backward large."""
     lines = []
     for rank, row in enumerate(rows):
-        letters = ["."] * round(max(box.end for each in rows for box in each))
+        letters = ["."] * round(max(each[-1].end for each in rows))
         for box in row:
             for at in range(round(box.start), round(box.end)):
                 letters[at] = chr(ord("a" if box.what == "F" else "A") + box.micro_batch)

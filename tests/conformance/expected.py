@@ -47,8 +47,8 @@ def fragments(bucket: list[int], world_size: int, rank: int) -> list[int]:
     shard = padded(bucket, world_size) // world_size
     found, start = [], 0
     for numel in bucket:
-        low, high = max(start, rank * shard), min(start + numel, (rank + 1) * shard)
-        found.append(max(0, high - low))
+        first, last = (sorted((0, x - rank * shard, shard))[1] for x in (start, start + numel))
+        found.append(last - first)
         start += rounded(numel, ALIGNED)
     return [numel for numel in found if numel]
 

@@ -9,6 +9,11 @@ from zero_min import run_world, stage2
 from zero_min.comm import Comm
 
 
+def ends(numbers: list[int]) -> list[int]:
+    """The first of these numbers, and one past the last."""
+    return [numbers[0], numbers[-1] + 1]
+
+
 @pytest.mark.parametrize(
     ("start", "end", "rank", "expected"),
     [(0, 10, 0, (0, 4)), (0, 10, 1, (4, 8)), (0, 10, 2, (8, 10)), (5, 7, 1, (5, 7)), (4, 8, 1, (4, 8))],
@@ -16,10 +21,11 @@ from zero_min.comm import Comm
 def test_overlap_is_the_part_in_the_slice(start: int, end: int, rank: int, expected: tuple[int, int]) -> None:
     got = tuple(stage2.overlap(start, end, rank, 4))
     low, high = rank * 4, rank * 4 + 4
-    known = {"the slice's end is not looked at": [max(start, low), end]}
-    known["the slice's start is not looked at"] = [start, min(end, high)]
-    known["the interval's end is not looked at"] = [max(start, low), high]
-    known["the interval's start is not looked at"] = [low, min(end, high)]
+    interval, own = range(start, end), range(low, high)
+    known = {"the slice's end is not looked at": ends([i for i in interval if i >= low])}
+    known["the slice's start is not looked at"] = ends([i for i in interval if i < high])
+    known["the interval's end is not looked at"] = ends([i for i in own if i >= start])
+    known["the interval's start is not looked at"] = ends([i for i in own if i < end])
     known["this is counted from the slice's first element"] = [expected[0] - low, expected[1] - low]
     same(f"[{start}, {end}) and rank {rank}'s slice of 4", got, expected, lookalikes=known)
 

@@ -40,23 +40,23 @@ def test_unpack_gives_signs_in_the_order_they_were_packed(dtype: torch.dtype) ->
 
 
 def said(packed: Tensor, scales: Tensor, sizes: list[int], length: int) -> Tensor:
-    """What a listener hears."""
+    """What a listener hears: each piece's signs with its scale, and nothing of the padding."""
     signs = compression.unpack_signs(packed, torch.float64)
-    return compression.spread_out(scales.to(torch.float64), sizes, length) * signs
+    pieces = signs.split([*sizes, length - sum(sizes)])
+    return torch.cat([scale * piece for scale, piece in zip([*scales.tolist(), 0], pieces, strict=True)])
 
 
-def _scales(pieces: list[Tensor], l1: bool) -> list[float]:
-    rows = [(float(p.abs().sum()), float(p.norm()), max(len(p), 1)) for p in pieces]
-    return [total / n if l1 else norm / n**0.5 for total, norm, n in rows]
+ROOT = {(8,): [1.76777], (2,): [3.53553], (1, 1): [3.0, 4.0], (1, 0, 1): [3.0, 0.0, 4.0]}
+MEAN = {(8,): [0.875], (2,): [3.5], (1, 1): [3.0, 4.0], (1, 0, 1): [3.0, 0.0, 4.0]}
 
 
 @pytest.mark.parametrize(
     ("sizes", "l1", "expected"),
     [
-        ([8], False, [5 / 8**0.5]),
-        ([8], True, [7 / 8]),
-        ([2], False, [5 / 2**0.5]),  # what lies behind is padding and must not dilute
-        ([2], True, [7 / 2]),
+        ([8], False, [1.76777]),
+        ([8], True, [0.875]),
+        ([2], False, [3.53553]),  # what lies behind is padding and must not dilute
+        ([2], True, [3.5]),
         ([1, 1], False, [3.0, 4.0]),  # each piece has its own
         ([1, 0, 1], True, [3.0, 0.0, 4.0]),
     ],
@@ -66,13 +66,10 @@ def test_compress_makes_one_scale_a_piece(sizes: list[int], l1: bool, expected: 
     x = torch.tensor([3.0, -4, 0, 0, 0, 0, 0, 0])
     scales = compression.compress(x, torch.zeros(8), sizes, l1)[1]
     got = scales.tolist()
-    pieces = list(x[: sum(sizes)].split(sizes))
-    known = {"the root of the mean square, and `l1` asks for the mean absolute value": _scales(pieces, False)}
-    known["the mean absolute value, and without `l1` it is the root of the mean square"] = _scales(
-        pieces, True
-    )
-    known["padding is counted: the sum is divided by the whole length"] = [5 / 8**0.5 if not l1 else 7 / 8]
-    same(f"scales of {sizes}, l1={l1}", got, expected, near=1e-6, lookalikes=known)
+    known = {"the root of the mean square, and `l1` asks for the mean absolute value": ROOT[tuple(sizes)]}
+    known["the mean absolute value, and without `l1` it is the root of the mean square"] = MEAN[tuple(sizes)]
+    known["padding is counted: the sum is divided by the whole length"] = [1.76777 if not l1 else 0.875]
+    same(f"scales of {sizes}, l1={l1}", got, expected, near=1e-5, lookalikes=known)
     same("type of the scales", scales.dtype, torch.float32, about="dtype")
 
 
