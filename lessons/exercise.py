@@ -88,13 +88,14 @@ def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     source = answer.read_text(encoding="utf-8")
     found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
     near = [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
-    inside = [task for task, lines in _written(lesson, answer, work).items() if line - 1 in lines]
+    text = work.read_text(encoding="utf-8")
+    inside = [task for task, lines in written(lesson, answer, text).items() if line - 1 in lines]
     return [task for task in near if task in inside] or near
 
 
-def _written(lesson: Lesson, answer: Path, work: Path) -> dict[str, range]:
+def written(lesson: Lesson, answer: Path, work: str) -> dict[str, range]:
     """What the learner has put in the place of each blank, as line numbers that begin at 0."""
-    asked, mine = blank(answer, lesson.number).splitlines(), work.read_text(encoding="utf-8").splitlines()
+    asked, mine = blank(answer, lesson.number).splitlines(), work.splitlines()
     blocks = difflib.SequenceMatcher(None, asked, mine, autojunk=False).get_matching_blocks()
     pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
     found = {}

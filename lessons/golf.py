@@ -109,7 +109,7 @@ class Metered(ThreadComm):
 
     _counted: list[int]  # bytes of each call
 
-    @property  # type: ignore[override]
+    @property
     def ledger(self) -> Ledger:
         """The ledger that the schedule sees."""
         return self._ledger

@@ -1,29 +1,35 @@
 """`handin N`: one file to give to an instructor. `verify FILE`: what the instructor finds in it.
 
 The hash over a hand-in notices a file that was damaged, or edited by accident. It does not stop a forger, who
-can compute it as well. So `verify` believes no number in the file: it puts the sources into a temporary
-folder and runs the tests on them again. Sources are programs: run `verify` where you would run your students'
-code.
+can compute it as well. So `verify` believes no number in the file: it runs the tests on the sources again, in
+a copy of a release of that lesson, which does not hold the lesson's answers. A file that reaches outside of
+the exercise (`lessons/outside.py`) is not run and has 0 points. Sources are programs all the same: run
+`verify` where you would run your students' code.
 """
 
-import ast
+import atexit
 import hashlib
 import json
+import os
 import platform
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lessons import registry
+from lessons import outside, registry, replace
 from lessons.check import graded
 from lessons.exercise import LessonError, find_lesson, shown
-from lessons.grade import grade, most
+from lessons.grade import most
 from lessons.registry import RELEASED, Lesson
 
+LIMIT = 600  # seconds for all tests of a lesson
 KIND = "a hand-in of python -m lessons, version 1"
 
 
@@ -107,10 +113,10 @@ def _verified(file: Path) -> list[Found]:
     changed = "" if content["sha256"] == digest(content) else "edited after it was written"
     found = []
     for entry in content["lessons"]:
-        lesson = find_lesson(entry["report"]["lesson"])
-        claimed, here = float(entry["report"]["points"]), _points(lesson, entry["sources"])
+        lesson, sources = find_lesson(entry["report"]["lesson"]), entry["sources"]
+        claimed, (here, why) = float(entry["report"]["points"]), _points(lesson, sources)
         same = "same" if claimed == here else "NOT THE SAME"
-        note = ", ".join(part for part in (same, changed) if part)
+        note = ", ".join(part for part in (same, changed, why) if part)
         of = most(lesson)
         columns = (f"{claimed:g} of {of}", f"{here:g} of {of}", note)
         found.append(Found(file.name, str(content["name"]), str(lesson.number), *columns))
@@ -119,17 +125,44 @@ def _verified(file: Path) -> list[Found]:
     return found
 
 
-def _points(lesson: Lesson, sources: dict[str, str]) -> float:
-    """Judge these sources beside the answers of all other lessons."""
+def _points(lesson: Lesson, sources: dict[str, str]) -> tuple[float, str]:
+    """What these sources are worth here, and what an instructor should look at."""
     wanted = [work.name for _, work in lesson.files]
     if sorted(sources) != sorted(wanted):
         raise LessonError(f"lesson {lesson.number} needs {', '.join(wanted)}, it holds {', '.join(sources)}")
+    try:
+        reaching = [line for name, text in sources.items() for line in outside.reaching(lesson, name, text)]
+    except (SyntaxError, ValueError):
+        return 0.0, ""
+    if reaching:
+        return 0.0, f"not run: it reaches outside of the exercise: {'; '.join(reaching[:3])}"
+    return points_in_copy(lesson, sources), outside.in_words(lesson, sources)
+
+
+def points_in_copy(lesson: Lesson, sources: dict[str, str]) -> float:
+    """Judge sources where this lesson's answers are not: a process in a copy of a release of the lesson."""
     with tempfile.TemporaryDirectory() as folder:
-        works = [Path(folder) / name for name in wanted]
-        for work in works:
-            work.write_text(sources[work.name], encoding="utf-8")
-            try:
-                ast.parse(sources[work.name])
-            except (SyntaxError, ValueError):
-                return 0.0
-        return float(grade(lesson, works, {})["points"])
+        copy = Path(shutil.copytree(_released(str(lesson.number)), Path(folder) / "copy"))
+        (copy / "work").mkdir()
+        for name, text in sources.items():
+            (copy / "work" / name).write_text(text, encoding="utf-8")
+        env = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", replace.VARIABLE)
+        }
+        command = [sys.executable, "-m", "lessons", "check", str(lesson.number), "--json"]
+        try:
+            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT)
+            return float(json.loads(done.stdout)["points"])
+        except (subprocess.TimeoutExpired, ValueError, KeyError):
+            return 0.0
+
+
+@cache
+def _released(number: str) -> Path:
+    """A release of one lesson, which lasts as long as this process."""
+    from lessons.release import release  # a release has none
+
+    folder = Path(tempfile.mkdtemp(prefix="verify_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    release(folder / "release", [number])
+    return folder / "release"

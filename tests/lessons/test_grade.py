@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lessons import __main__ as cli
-from lessons import exercise, grade, handin, registry
+from lessons import exercise, grade, handin, outside, registry
 from lessons.registry import LESSONS, ROOT, Lesson
 
 Capture = pytest.CaptureFixture[str]
@@ -113,7 +113,7 @@ def hand_in_of(points: float) -> dict[str, Any]:
 
 
 def test_each_file_of_a_class_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handin, "grade", lambda lesson, works, others: {"points": 12.5})
+    monkeypatch.setattr(handin, "points_in_copy", lambda lesson, sources: 12.5)
     elsewhere = hand_in_of(12.5)
     elsewhere["lessons"][0]["sources"] = {"../../stage1.py": "x = 1\n"}
     elsewhere["sha256"] = handin.digest(elsewhere)
@@ -142,3 +142,50 @@ def test_each_file_of_a_class_has_its_line(tmp_path: Path, monkeypatch: pytest.M
     for name in ("list", "text"):
         assert found[name].note == "unreadable: not a hand-in of this version"
     assert "it holds no lesson" in found["empty"].note and "No such file" in found["missing"].note
+
+
+CHEATS = {  # what is put at the end of a wrong file, or in a task's place
+    "the key by __path__": "import zero_min\nKEY = zero_min.__path__\n",
+    "the key by getattr": "import zero_min\nKEY = getattr(zero_min, '__path__')\n",
+    "a patched pytest": "import pytest\npytest.main = lambda *a, **k: 0\n",
+    "a patched judge": "from lessons import evidence\nevidence.same = lambda *a, **k: None\n",
+    "a written claims file": "import sys\nopen(sys.argv[4], 'a').write('{}')\n",
+    "through torch": "torch.sys.modules['_pytest'] = None\n",
+    "by name": "__import__('os')._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_file_that_reaches_for_the_judge_is_not_run(cheat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handin, "points_in_copy", lambda lesson, sources: 70.0)
+    ((answer, _),) = STAGE1.files
+    right = exercise.unmarked(answer.read_text())
+    points, why = handin._points(STAGE1, {"stage1.py": right + CHEATS[cheat]})
+    assert points == 0 and why.startswith("not run: it reaches outside of the exercise: stage1.py, line ")
+
+
+@each_lesson
+def test_an_answer_reaches_nowhere_and_changes_nothing_else(lesson: Lesson) -> None:
+    for answer, _ in lesson.files:
+        source = exercise.unmarked(answer.read_text())
+        assert outside.reaching(lesson, answer.name, source) == []
+        assert outside.changed(lesson, answer.name, source) == []
+
+
+def test_lines_outside_of_the_tasks_are_named() -> None:
+    ((answer, _),) = STAGE1.files
+    source = exercise.unmarked(answer.read_text()).replace(
+        "        loss.backward()\n", "        loss.mul(2).backward()\n"
+    )
+    line = source.splitlines().index("        loss.mul(2).backward()") + 1
+    assert outside.in_words(STAGE1, {"stage1.py": source}) == (
+        f"stage1.py is changed outside of the tasks: line {line}"
+    )
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize("number", ["0", "1", "6"])
+def test_a_right_answer_has_all_points_in_a_copy_without_the_key(number: str) -> None:
+    lesson = exercise.find_lesson(number)
+    sources = {answer.name: exercise.unmarked(answer.read_text()) for answer, _ in lesson.files}
+    assert handin._points(lesson, sources) == (grade.most(lesson), "")
