@@ -88,6 +88,7 @@ def answer_all(folder: Path, lesson: Lesson) -> None:
         file.write_text(exercise.fill(answer, lesson.number, file.read_text()))
 
 
+@pytest.mark.rotates
 def test_in_a_release_the_right_file_passes_and_a_blank_one_does_not(tmp_path: Path) -> None:
     folder, lesson = tmp_path / "release", find_lesson("1")
     release.release(folder, ["1", "2"])
@@ -135,6 +136,7 @@ def test_each_lesson_alone_can_be_passed(lesson: Lesson, tmp_path: Path) -> None
     check_all(tmp_path / "release", [lesson])
 
 
+@pytest.mark.rotates
 def test_two_lessons_that_no_one_has_chosen_can_be_passed(tmp_path: Path) -> None:
     """Two others for each commit: what lies between them keeps its answers, what comes after is blank."""
     pair = rotation.chosen([*itertools.combinations(IN_ORDER, 2)])
