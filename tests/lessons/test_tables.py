@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,22 +56,32 @@ def test_a_list_for_programs(capsys: Capture) -> None:
     assert all(set(row) == {"lesson", "title", "work"} for row in rows)
 
 
+def is_running(group: int) -> bool:
+    """Whether a process of this group is alive."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups with SIGINT")
 def test_ctrl_c_in_the_demo_is_one_line_and_ends_all_processes() -> None:
     command = [sys.executable, "-m", "lessons", "demo", "--steps", "1000000"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=registry.ROOT, stdout=pipe, stderr=pipe, start_new_session=True
-    ) as demo:
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job does not
+    demo = subprocess.Popen(
+        command, cwd=registry.ROOT, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=heed
+    )
+    try:
         time.sleep(3)  # the ranks import torch, or train
         os.killpg(demo.pid, signal.SIGINT)
         _, errors = demo.communicate(timeout=60)
-    assert (demo.returncode, errors) == (130, b"interrupted\n")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(demo.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    raise AssertionError("a process of the demo is still running")
+        assert (demo.returncode, errors) == (130, b"interrupted\n")
+        deadline = time.monotonic() + 30
+        while is_running(demo.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_running(demo.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)

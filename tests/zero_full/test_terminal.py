@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,7 +228,10 @@ def test_ctrl_c_is_one_line() -> None:
     code += "m.report = lambda: (print('ready', flush=True), time.sleep(60)); "
     code += "import sys; sys.argv[1:] = ['doctor']; command.run()"
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job does not
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, preexec_fn=heed
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
