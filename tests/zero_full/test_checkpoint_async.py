@@ -292,7 +292,7 @@ def test_a_failure_is_raised_by_the_next_step_on_all_ranks_and_the_run_goes_on(
     who = f"rank {fails}: " if world > 1 else ""
     for undisturbed, disturbed, said in POOL.run(failing, world, tmp_path, late, fails):
         assert undisturbed == disturbed and len(said) == 2
-        assert all(f"-bad has failed: {who}[Errno 28] No space left" in t for t in said)
+        assert all(f"-bad failed: {who}[Errno 28] No space left" in t for t in said)
     assert latest_tag(tmp_path) == "better" and complete(tmp_path).keys() == {"good", "better"}
 
 

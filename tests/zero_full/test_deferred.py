@@ -270,7 +270,6 @@ READS: dict[str, tuple[Callable[[], Any], str]] = {
     "nonzero": (lambda: torch.ones(3).nonzero(), "aten.nonzero"),
     "mask": (lambda: torch.ones(3)[torch.ones(3) > 0], "aten.index"),
     "into real": (lambda: torch.zeros(3, device="cpu").copy_(torch.ones(3)), "aten.copy_"),
-    "draw real": (lambda: torch.zeros(3, device="cpu").normal_(), "aten.normal_"),
 }
 
 
