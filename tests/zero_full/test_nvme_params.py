@@ -146,7 +146,7 @@ def test_buffers_have_no_more_than_they_may(keys: dict[str, Any], tmp_path: Path
 
 
 GROWTH = """
-import ctypes, sys, torch, zero_full
+import ctypes, sys, torch, torch._dynamo, zero_full
 from pathlib import Path
 from torch import nn
 from zero_full.offload import BlockTier

@@ -96,7 +96,7 @@ def test_two_parts_are_in_memory_and_all_else_in_the_file(stage: int, tmp_path: 
 
 
 GROWTH = """
-import ctypes, sys, torch, zero_full
+import ctypes, sys, torch, torch._dynamo, zero_full  # the optimizer imports the compiler, too
 from pathlib import Path
 from torch import nn
 from zero_full.offload import BlockTier
