@@ -2,26 +2,52 @@
 
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from zero_full.formatting import human, terminal_width
 
 WIDTH = 24  # of the progress bar, in characters
 ON_TERMINAL, ELSEWHERE = 0.1, 10.0  # seconds between two updates of the progress
+Line = TypeVar("Line", bound="TerminalLine")
 
 
-class Progress:
-    """The progress of a long read, in bytes: a bar on a terminal, else a line every ten seconds.
+class TerminalLine:
+    """A line of a terminal that is overwritten, and cleared when its context ends."""
 
-    As a context manager it clears its line on the terminal at exit.
-    """
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.shown = stream, ""
+        self.terminal = stream.isatty()
+
+    def _overwrite(self, text: str) -> None:
+        print(f"\r{text:<{len(self.shown)}}", end="", file=self.stream, flush=True)
+        self.shown = text
+
+    def __enter__(self: Line) -> Line:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.shown:
+            self._overwrite("")
+            print("\r", end="", file=self.stream, flush=True)
+
+
+class StatusLine(TerminalLine):
+    """A line on a terminal with what a command is doing. Elsewhere it prints nothing."""
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self.terminal:
+            self._overwrite(text[: terminal_width() - 1])
+
+
+class Progress(TerminalLine):
+    """The progress of a long read, in bytes: a bar on a terminal, else a line every ten seconds."""
 
     def __init__(
         self, doing: str, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.doing, self.total, self.stream, self.clock = doing, total, stream, clock
-        self.done, self.shown = 0, ""
-        self.terminal = stream.isatty()
+        super().__init__(stream)
+        self.doing, self.total, self.clock, self.done = doing, total, clock, 0
         self.began = self.last = clock()
 
     def advance(self, size: int) -> None:
@@ -39,41 +65,3 @@ class Progress:
             self._overwrite(f"{self.doing} [{'#' * round(share * WIDTH):<{WIDTH}}] {text}")
         else:
             print(f"{self.doing}: {text.strip()}", file=self.stream, flush=True)
-
-    def _overwrite(self, text: str) -> None:
-        print(f"\r{text:<{len(self.shown)}}", end="", file=self.stream, flush=True)
-        self.shown = text
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown:
-            self._overwrite("")
-            print("\r", end="", file=self.stream, flush=True)
-
-
-class StatusLine:
-    """A line on a terminal with what a command is doing. Elsewhere it prints nothing.
-
-    As a context manager it clears its line at exit.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.shown = stream, ""
-        self.terminal = stream.isatty()
-
-    def show(self, text: str) -> None:
-        """Replace the line."""
-        if self.terminal:
-            text = text[: terminal_width() - 1]
-            print(f"\r{text:<{len(self.shown)}}", end="", file=self.stream, flush=True)
-            self.shown = text
-
-    def __enter__(self) -> "StatusLine":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown:
-            self.show("")
-            print("\r", end="", file=self.stream, flush=True)

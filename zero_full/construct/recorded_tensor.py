@@ -108,7 +108,7 @@ class Record:
 
 
 class Recorded(ParameterCandidate):
-    """A tensor without values whose operations are recorded. See [Note: recorded tensors]."""
+    """A tensor without values that records operations on it. See [Note: recorded tensors]."""
 
     _record: Record
 

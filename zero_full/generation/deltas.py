@@ -112,7 +112,7 @@ class Deltas:
         self.is_first = False
 
     def _merged(self, bases: Bases, call: str) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """Yield what has changed of base weights with their adapters merged, one layer after the other.
+        """Yield the changed elements of base weights with their adapters merged, layer by layer.
 
         The merged weights of the last call are computed once more, from the adapters as they were. Sums tell
         whether they are those that were handed over: not if the base was written, or an adapter was scaled.

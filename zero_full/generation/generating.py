@@ -109,9 +109,8 @@ def _problem(optimizer: ZeroOptimizer, memory: int | None, merge_adapters: bool)
 
 def _fitting(optimizer: ZeroOptimizer, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
     """Choose the groups that fit into the ranks' free memory: see `budget.py`."""
-    here = [
-        group for group in groups if group.parameters.users
-    ]  # gathered already, in a block around this one
+    # Gathered already, in a block around this one.
+    here = [group for group in groups if group.parameters.users]
     others = [group for group in groups if not group.parameters.users]
     if not others:
         return here

@@ -162,7 +162,7 @@ class Scopes(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Enter a class's scope, whose names are not visible in its functions."""
+        """Enter the scope of a class. Its names are not visible inside its methods."""
         self._bind(node.name)
         for outside in (*node.decorator_list, *node.bases, *node.keywords):
             self.visit(outside)

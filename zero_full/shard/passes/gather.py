@@ -183,20 +183,17 @@ class ParameterGatherer:
 
     # Gather and release --------------------------------------------------------------------------
 
-    def gather(self, group: ParameterGroup) -> None:
+    def gather(self, group: ParameterGroup, exactly: bool = False) -> None:
         """Gather the parameters, and wait for them. All ranks must gather in the same order."""
-        self._begin(group)
+        self._begin(group, exactly)
         if group.parameters.state is GatherState.GATHERING:
             group.parameters.finish_gather()
 
     def gather_exactly(self, group: ParameterGroup) -> None:
         """Gather the parameters as `gather`, and without quantization, also where training quantizes."""
-        flat = group.parameters
-        if flat.gather_exactly is not None:
+        if group.parameters.gather_exactly is not None:
             self.release(group)  # forward may have left rounded values
-        self._begin(group, exactly=True)
-        if flat.state is GatherState.GATHERING:
-            flat.finish_gather()
+        self.gather(group, exactly=True)
 
     def _begin(self, group: ParameterGroup, exactly: bool = False) -> None:
         """Queue the all-gather of a group on the lane, if it is sharded."""
