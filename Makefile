@@ -21,14 +21,13 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 	@$(BIN)/python -m lessons demo
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
-# Two processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
+# Processes beside each other take files from one queue (tests/suite.py). Each line begins with the process's number.
 WHICH = not slow and not gpu and not hf and not lightning and not ray
 SUITE = command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
 	$(BIN)/python -m tests.suite -q --durations=20 -m "$(WHICH)" tests
 test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones (a quarter of an hour on two cores)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	@$(SUITE)
 
 test-all: WHICH = not gpu and not hf and not lightning and not ray

@@ -49,6 +49,11 @@ def chosen(values: Sequence[Value]) -> Value:
     return values[seed() % len(values)]
 
 
+def part_of(values: Sequence[Value]) -> list[Value]:
+    """The third of the values whose turn it is."""
+    return [*values[seed() % TURNS :: TURNS]]
+
+
 def one_of(values: Sequence[Any]) -> list[Any]:
     """Parameters of a test: the value whose turn it is. The others are slow."""
     return [x if x == chosen(values) else pytest.param(x, marks=pytest.mark.slow) for x in values]

@@ -1,7 +1,7 @@
-"""`python -m tests.suite`: the tests in two processes beside each other, which take files from one queue.
+"""`python -m tests.suite`: the tests in several processes beside each other, which take files from one queue.
 
-Where the ranks of one process wait for each other, the other process computes. One of them imports and
-collects all tests, and the other is forked from it. Arguments go to pytest.
+Where the ranks of one process wait for each other, another process computes. One of them imports and
+collects all tests, and the others are forked from it. Arguments go to pytest.
 """
 
 import os
@@ -20,7 +20,7 @@ import pytest
 
 from tests import rotation
 
-PROCESSES = 2
+PROCESSES = min(os.cpu_count() or 1, 4) + 1
 QUEUE, OUTPUTS = "ZERO_FULL_TEST_QUEUE", "ZERO_FULL_TEST_OUTPUTS"
 # Files of these folders share nothing, and may run beside each other. Files of another folder may share
 # results in build/ or in memory: one process runs them one after the other.

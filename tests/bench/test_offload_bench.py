@@ -59,6 +59,7 @@ def test_the_aim_is_about_the_better_peer() -> None:
     assert f"{away(2)} / {theirs(2)[0]}" not in ratios
 
 
+@pytest.mark.rotates
 def test_the_disk_is_measured_beside_the_rows_and_its_bytes_are_the_states(tmp_path: Path) -> None:
     (found,) = in_ranks(offload.disk_main, 1, SMALL, Limits(str(tmp_path), 1), limit=60)
     assert {*found.rows} == {INSIDE, HOST, DISK} and len(found.reads) == len(found.writes) == SMALL.rounds
@@ -80,6 +81,7 @@ def test_the_floor_is_the_longer_of_computing_and_moving_in_each_round() -> None
     assert offload.disk_ratios(fast)[0].value == pytest.approx(25 / 10)
 
 
+@pytest.mark.rotates
 def test_copies_of_a_step_are_noted_at_their_bandwidth() -> None:
     rows = offload_rows.of_links()
     plan = Plan(**{**vars(SMALL), "rows": tuple(rows)})
@@ -120,6 +122,7 @@ def test_a_trace_says_what_runs_beside_copies_and_how_fast_they_are() -> None:
     assert offload_gpu.of_trace({"traceEvents": kept}, 1) == ["0.2", "0.50", "20.0", "10.0"]
 
 
+@pytest.mark.rotates
 def test_every_tier_trains_as_without_offload_and_is_traced(tmp_path: Path) -> None:
     rows = offload_rows.of_tiers(str(tmp_path))
     plan = Plan(**{**vars(SMALL), "rows": tuple(rows), "keep": False})  # one row alive at a time

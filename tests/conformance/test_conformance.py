@@ -140,6 +140,7 @@ def test_real_processes_end_where_plain_adam_ends(subject: Subject, case: Case, 
     claims.parity(subject, case, world_size, "processes")
 
 
+@pytest.mark.rotates
 def test_real_processes_hold_and_send_exactly_the_formula(subject: Subject) -> None:
     case = Case(dtype=torch.float32, micro_batches=2)
     claims.memory(subject, case, 3, "processes")

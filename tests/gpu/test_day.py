@@ -470,6 +470,7 @@ def test_a_day_is_rehearsed(names: list[str], tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().out.count("  done after ") == len(names)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("names", "kills"),
     [(["build", "tiers"], 1), pytest.param(NAMES, 2, marks=pytest.mark.slow)],

@@ -47,6 +47,7 @@ def test_an_optimizer_takes_any_size_at_any_place(
     check(cuda, lists(SIZES, offsets, grad=BF16))
 
 
+@pytest.mark.rotates
 @CHECK_OPTIMIZER
 def test_an_optimizer_takes_more_tensors_than_a_launch(cuda: Emulated, check: Callable[..., None]) -> None:
     check(cuda, lists(MANY, grad=BF16))

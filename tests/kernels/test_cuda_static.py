@@ -126,6 +126,7 @@ def test_one_block_at_a_time_is_found_without_dividing_and_without_asking_which(
 SOURCES = sorted(path.name for path in (builder.sources() / "cuda").glob("*.cu"))
 
 
+@pytest.mark.rotates
 @disassembles
 def test_a_source_is_compiled_for_an_architecture_without_spills_and_narrow_accesses(tmp_path: Path) -> None:
     """The tests above without the slow part: the source and the architecture whose turn it is."""

@@ -44,6 +44,7 @@ def hidden(build: Any, tokens: float = 8192, machine: str = "pcie") -> float:
     return run.hidden / run.sending
 
 
+@pytest.mark.rotates
 def test_what_overlaps_is_read_off_the_order_of_the_calls() -> None:
     assert hidden(Stage0) == hidden(Stage1) == 0
     assert hidden(partial(Stage2, bucket_size=NUMEL)) == 0  # one bucket leaves when backward is over

@@ -65,6 +65,7 @@ def is_running(group: int) -> bool:
     return True
 
 
+@pytest.mark.rotates
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups with SIGINT")
 def test_ctrl_c_in_the_demo_is_one_line_and_ends_all_processes() -> None:
     command = [sys.executable, "-m", "lessons", "demo", "--steps", "1000000"]

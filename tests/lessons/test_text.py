@@ -43,6 +43,7 @@ def text_of(lesson: Lesson) -> str:
     return (lesson.path / "lesson.md").read_text()
 
 
+@pytest.mark.rotates
 @each_lesson
 def test_code_numbers_and_drawings_are_fresh(lesson: Lesson) -> None:
     for path, content in weave.woven(lesson).items():

@@ -36,6 +36,7 @@ def reads(case: Case, overlap: bool = True) -> dict[str, float]:
     return {place: n / case.steps for place, n in Counter(places).items() if place != "recorded"}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_waits_for_one_answer(stage: int, precision: str) -> None:
@@ -161,6 +162,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates
 @pytest.mark.pairwise
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("tier", TIERS)

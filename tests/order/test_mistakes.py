@@ -8,6 +8,7 @@ from tests.order.playback import Player, script_first, seeded, side_first, side_
 from tests.order.runs import Case, recorded
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str) -> None:
     mistake = MISTAKES[name]

@@ -33,6 +33,7 @@ def order_of(case: Case, me: int, lane: Callable[[Any], Lane] = lambda made: mad
     return [(numbers.setdefault(group, len(numbers)), kind, numel) for group, kind, numel in calls]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_rank_has_the_order_of_the_first(case: Case) -> None:
     first, *others = (order_of(case, me) for me in range(case.ranks))

@@ -99,6 +99,7 @@ def moment(page: Any) -> int:
     return int(page.input_value("#animation .seek"))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", range(4))
 def test_it_steps_through_every_moment(open_page: Open, recorded: dict[str, Any], stage: int) -> None:
     page = open_page("animation.html", width=390, reduced_motion="reduce")
@@ -135,6 +136,7 @@ def test_keys_step_and_play(open_page: Open) -> None:
     assert page.is_checked("[name=stage][value='1']") and moment(page) == 0
 
 
+@pytest.mark.rotates
 def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:
     page = open_page("animation.html")
     page.eval_on_selector("#animation option[value='700']", "option => { option.value = 5 }")
@@ -149,6 +151,7 @@ def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:
     page.wait_for_function("document.querySelector('#animation .seek').value < 5")
 
 
+@pytest.mark.rotates
 def test_slices_fly_unless_the_reader_wants_no_motion(open_page: Open) -> None:
     for motion, dots in (("no-preference", RANKS * (RANKS - 1)), ("reduce", 0)):
         page = open_page("animation.html", reduced_motion=motion)

@@ -99,6 +99,7 @@ def test_a_gpt_costs_what_the_plan_says_in_random_runs(open_page: Open, count: i
         assert each == planned(shape, run), (shape, run)
 
 
+@pytest.mark.rotates
 def test_a_large_model_meets_the_limits_of_buckets_gathering_and_sub_groups(open_page: Open) -> None:
     shape = {"layers": 24, "heads": 16, "width": 6144, "vocabulary": 50257, "context": 256}
     cases = [
@@ -111,6 +112,7 @@ def test_a_large_model_meets_the_limits_of_buckets_gathering_and_sub_groups(open
     assert shown == [planned(*case) for case in cases]
 
 
+@pytest.mark.rotates
 @many
 def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_page: Open, count: int) -> None:
     """Where there is nothing to pad, what is kept is exact; what stage 3 sends is the most it can be."""
@@ -132,6 +134,7 @@ def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_pa
 AWAY = ("host", "disk", "written", "down", "up")
 
 
+@pytest.mark.rotates
 @many
 def test_what_waits_elsewhere_is_what_the_plan_says_in_random_runs(open_page: Open, count: int) -> None:
     large = {"layers": 24, "heads": 16, "width": 6144, "vocabulary": 50257, "context": 256}
@@ -188,6 +191,7 @@ def exact(page: Any) -> dict[str, int]:
     return {kind: int(text) for kind, text in read.items() if text}
 
 
+@pytest.mark.rotates
 def test_the_form_s_answer_is_what_its_own_python_prints(open_page: Open) -> None:
     page = open_page("calculator.html", width=390, scheme="dark")
     fill(page, layers=3, width=96, heads=4, vocabulary=1000, context=64)
@@ -283,6 +287,7 @@ def test_a_field_that_makes_no_sense_is_named(open_page: Open, fields: dict[str,
     assert told(page) == [] and not page.is_visible(".numbers"), "an older answer is gone"
 
 
+@pytest.mark.rotates
 def test_a_link_opens_the_page_with_the_same_answer(open_page: Open) -> None:
     page = open_page("calculator.html")
     assert "#" not in page.url, "nothing is asked yet"

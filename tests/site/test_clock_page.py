@@ -74,6 +74,7 @@ SHOWN = """cases => cases.map(([run, machine, size]) => {
 })"""
 
 
+@pytest.mark.rotates
 def test_the_page_replays_as_python_does_in_40_random_settings(open_page: Open) -> None:
     cases = settings(0, 40)
     for case, shown in zip(cases, open_page("clock.html").evaluate(SHOWN, cases), strict=True):

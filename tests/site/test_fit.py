@@ -2,12 +2,14 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import fit_page
 import pytest
 
+from tests import rotation
 from tests.site.browser import Open
 from tests.zero_full.test_fit import given
 from zero_full.errors import FitError
@@ -70,12 +72,15 @@ FIT = """([config, machine, run]) => {
 }"""
 
 
-@pytest.mark.parametrize("count", [len(NAMES), pytest.param(100, marks=pytest.mark.slow)])
-def test_the_page_says_what_python_says_in_random_runs(open_page: Open, count: int) -> None:
-    """Each family at least once."""
-    page, generator = open_page("fit.html"), random.Random(count)
-    for place in range(count):
-        config = shallow(NAMES[place % len(NAMES)], generator)
+@pytest.mark.parametrize(
+    "names",
+    [rotation.part_of(NAMES), pytest.param(3 * NAMES, marks=pytest.mark.slow)],
+    ids=["a third of the families", "all of them three times"],
+)
+def test_the_page_says_what_python_says_in_random_runs(open_page: Open, names: Sequence[str]) -> None:
+    page, generator = open_page("fit.html"), random.Random(len(names))
+    for name in names:
+        config = shallow(name, generator)
         shape = shape_of(config)
         machine, run = machines(generator), within(shape, runs(generator))
         expected, shown = fit(shape, machine, run), page.evaluate(FIT, [config, *for_page(machine, run)])

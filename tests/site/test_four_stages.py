@@ -141,6 +141,7 @@ def drawn_by(page: Any) -> list[list[float]]:
     return [[high / sum(each) for high in each] for each in stages]
 
 
+@pytest.mark.rotates
 def test_a_link_leads_to_its_moment(open_page: Open, record: dict[str, Any]) -> None:
     page = open_page("index.html", permissions=["clipboard-read", "clipboard-write"], **STOPPED)
     page.fill("#four-stages .seek", str(at(record, "forward-3")))

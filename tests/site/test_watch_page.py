@@ -62,6 +62,7 @@ def shown(page: Any) -> list[str]:
     ]
 
 
+@pytest.mark.rotates
 def test_it_steps_both_ways_and_shows_what_was_recorded(opened: tuple[Any, str, dict[str, Any]]) -> None:
     page, name, run = opened
     before = [shown(page)]
@@ -90,6 +91,7 @@ def test_it_steps_both_ways_and_shows_what_was_recorded(opened: tuple[Any, str, 
     assert shown(page) == before[0]
 
 
+@pytest.mark.rotates
 def test_it_fits_the_screen_and_everybody_can_read_it(opened: tuple[Any, str, dict[str, Any]]) -> None:
     page, _, _ = opened
     page.keyboard.press("End")

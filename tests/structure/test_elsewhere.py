@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HIDE = """
 import importlib, mmap, os, pkgutil, signal, sys
@@ -90,12 +92,14 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rotates
 def test_everything_is_imported_and_the_lessons_speak_without_what_only_linux_has() -> None:
     said = run(IMPORT + LEARN)
     assert int(said.split()[1]) > 100
     assert "measured and formula agree as integers" in said
 
 
+@pytest.mark.rotates
 def test_zero_full_trains_without_it_and_says_what_it_cannot_do(tmp_path: Path) -> None:
     said = run("import zero_full\nSTAGE = 2\nFOLDER = " + repr(str(tmp_path / "saved")) + TRAIN)
     assert "operators: operators are compiled on Linux and macOS only" in said

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.structure.test_structure import tree_of
 from tests.structure.ways import ROOT, count
 
@@ -28,6 +30,7 @@ def test_the_record_names_functions_that_there_are() -> None:
     assert not gone, AGAIN
 
 
+@pytest.mark.rotates
 def test_a_gradient_is_followed_from_autograd_to_the_sweep() -> None:
     names = [name for _, name in count("gradient")]
     way = [

@@ -146,6 +146,7 @@ def write_in_place(comm: Any, stage: int, kind: str, keys: dict[str, Any]) -> li
     return found
 
 
+@pytest.mark.rotates
 def test_what_is_written_to_a_window_of_the_master_counts() -> None:
     numbers = torch.arange(169.0).view(13, 13) / 1000
     for (stage, kind, keys), ranks in zip(WINDOWS, run_each(write_in_place, 2, WINDOWS), strict=True):

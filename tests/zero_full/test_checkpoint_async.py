@@ -97,6 +97,7 @@ def saved_twice(comm: Any, layout: Layout, folder: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 2])
 def test_values_are_those_of_the_moment_of_the_call(tmp_path: Path, world: int) -> None:
     cases = [(layout, tmp_path / str(i)) for i, layout in enumerate(LAYOUTS) if layout.world == world]

@@ -141,6 +141,7 @@ def test_it_is_the_algorithm_in_fp64_and_every_rank_has_the_same_bits(world: int
         agree(case, outcomes(world, case))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", WORLDS)
 def test_nothing_is_lost_it_only_comes_late(world: int) -> None:
     for case in CASES:

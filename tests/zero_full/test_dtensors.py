@@ -284,6 +284,7 @@ def loaded(
     return answers
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("before", "now"),
     [
@@ -343,6 +344,7 @@ def files_of_weights(comm: Any, folder: Path) -> list[bool]:
     return good
 
 
+@pytest.mark.rotates
 def test_files_have_whole_tensors(tmp_path: Path) -> None:
     for good in POOL.run(files_of_weights, 4, tmp_path):
         assert len(good) > 100 and all(good)
@@ -466,6 +468,7 @@ def planned_and_held(comm: Any, cases: Sequence[tuple[int, str]]) -> list[Any]:
     return found
 
 
+@pytest.mark.rotates
 def test_a_plan_is_what_the_largest_rank_holds_and_sends() -> None:
     cases = [(0, "AdamW"), (2, "Lamb"), (3, "AdamW")]
     for ranks in zip(*POOL.run(planned_and_held, 4, cases), strict=True):

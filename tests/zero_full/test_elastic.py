@@ -73,6 +73,7 @@ def trains(comm: Any, folder: Path, stage: int, killed_at: int | None = None) ->
     return first, seen.losses
 
 
+@pytest.mark.rotates
 def test_a_run_of_which_a_rank_was_killed_goes_on_with_fewer_and_with_more(tmp_path: Path) -> None:
     ((_, whole),) = POOL.run(trains, 1, tmp_path / "whole", 0)
     assert len(whole) == STEPS

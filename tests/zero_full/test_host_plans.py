@@ -143,6 +143,7 @@ def locked(
     return found, sum(cuda.registered.values()), len(cuda.registered), pageable, idle, right
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", list(PINNED))
 def test_as_much_is_page_locked_as_was_planned_and_all_copies_are_of_that(

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -86,6 +87,7 @@ def assigned(comm: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rotates
 def test_a_rank_reads_its_slices_of_a_shared_file_and_gets_the_first_rank_s_values(tmp_path: Path) -> None:
     for found in POOL.run(assigned, 2, tmp_path):
         assert 0.4 < found.pop("read") < 0.65

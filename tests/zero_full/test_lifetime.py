@@ -80,6 +80,7 @@ def two_lives(comm: Any, stage: int, keys: dict[str, Any]) -> None:
     assert one_life(model, stage, keys)[0] == first, "hooks add up"
 
 
+@pytest.mark.rotates
 def test_a_model_keeps_no_hooks_masters_or_moments_of_an_engine_that_was_destroyed() -> None:
     precisions: list[dict[str, Any]] = [{"fp16": {"enabled": True, "auto_cast": True}}, {}]
     run_each(two_lives, 2, [(stage, keys) for stage in (0, 1, 2, 3) for keys in precisions])

@@ -150,6 +150,7 @@ def one_matrix(comm: Any, stage: int, rows: int, columns: int) -> Tensor:
     return found
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world", [1, 4])
 def test_ranks_without_a_piece_and_without_a_matrix_take_part(world: int) -> None:
     cases = [(stage, *shape) for shape in ((1, 1), (3, 2), (1, 30), (50, 3)) for stage in range(4)]

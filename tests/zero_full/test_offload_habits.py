@@ -220,6 +220,7 @@ def repeated(comm: Any, stage: int, host: bool) -> dict[str, Tensor]:
     return dict(found)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_repeated_state_changes_no_bit(stage: int) -> None:
     beside, away = run_each(repeated, 4, [(stage, False), (stage, True)])

@@ -164,6 +164,7 @@ def test_while_the_variance_is_learned_they_are_adam_and_lamb_bit_for_bit(precis
             assert_alike([mine, theirs], precision)
 
 
+@pytest.mark.rotates
 def test_each_kind_of_step_sends_what_the_formula_says() -> None:
     world = 3
     flat_scale, shared = {"per_tensor_scales": False}, Run("ZeroOneAdam", stage=1)

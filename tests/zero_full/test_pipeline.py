@@ -130,6 +130,7 @@ def of_the_example(comm: Any, folder: Path) -> list[list[str]]:
     return [halves, whole]
 
 
+@pytest.mark.rotates
 def test_the_example_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
     halves, whole = POOL.run(of_the_example, 4, tmp_path)[0]
     assert len(halves) == len(whole) == 5

@@ -207,6 +207,7 @@ def check_plans(world: int, cases: Sequence[Case], folder: Path) -> None:
         check_plan(case, ranks)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("world", "cases"), [(2, ONE_DATA_RANK), (4, TWO_DATA_RANKS)])
 def test_ranks_hold_and_run_what_was_planned(world: int, cases: list[Case], tmp_path: Path) -> None:
     check_plans(world, cases, tmp_path)

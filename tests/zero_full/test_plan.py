@@ -47,6 +47,7 @@ def test_the_cases_of_all_seeds_have_every_option_at_every_stage() -> None:
     }
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     "case", [case if case in SOON else pytest.param(case, marks=pytest.mark.slow) for case in ALL], ids=str
 )

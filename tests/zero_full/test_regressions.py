@@ -91,6 +91,7 @@ def test_2_6_3_at_the_smallest_scale_every_stage_does_the_same(world_size: int) 
             assert scales == [8, 8, 4, 2, 1]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_966_all_stages_and_a_single_process_get_the_same_model(world_size: int) -> None:
     # "ZeRO 0, 1, 2, 3 produce different results"

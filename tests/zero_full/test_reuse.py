@@ -97,6 +97,7 @@ def with_mistakes(comm: Any, cases: list[Case], mistakes: list[tuple[Any, str, C
             patch.stop()
 
 
+@pytest.mark.rotates
 def test_a_bucket_that_leaves_before_all_uses_are_over_is_reduced_once_more_before_the_step() -> None:
     close(POOL.run(with_mistakes, 2, KINDS, TOO_EARLY), KINDS)
 

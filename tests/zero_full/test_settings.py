@@ -67,6 +67,7 @@ def test_in_16_bits_stages_1_and_2_agree_and_stage_0_rounds_the_average_once_mor
     assert_close(outcomes[0][0].parameters, outcomes[1][0].parameters, 0.03)
 
 
+@pytest.mark.rotates
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     stage=st.sampled_from([0, 1, 2]),

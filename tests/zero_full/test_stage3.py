@@ -212,6 +212,7 @@ def test_whatever_a_loop_does(play: Any) -> None:
     assert_stage_3_is_stage_2(Tower, play, units=8)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_micro_batches_with_checkpoints(reentrant: bool) -> None:
     assert_stage_3_is_stage_2(partial(Recomputed, "pairs", reentrant), gradient_accumulation_steps=2)
@@ -264,6 +265,7 @@ def against_each_other(comm: Any, stage: int, zero: dict[str, Any]) -> list[Any]
     return [*found, *(float(p.sum()) for e in (maker, critic) for p in e.module_state_dict().values())]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("way", ["released", "released, overlapping", "kept"])
 def test_two_engines_one_after_the_other_in_one_graph(way: str) -> None:
     assert POOL.run(against_each_other, 2, 3, WAYS[way]) == POOL.run(against_each_other, 2, 2, {})

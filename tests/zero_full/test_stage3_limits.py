@@ -311,6 +311,7 @@ def trains_experts(comm: Any, stage: int, zero: dict[str, Any]) -> tuple[dict[st
     return engine.module_state_dict(), norms
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("overlap", [False, True])
 def test_experts(overlap: bool) -> None:
     want = POOL.run(trains_experts, WORLD, 2, {})

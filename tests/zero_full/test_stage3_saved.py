@@ -331,6 +331,7 @@ SIXTEEN = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("keys", "tolerance"), SIXTEEN, ids=str)
 def test_sixteen_bits(keys: dict[str, Any], tolerance: float) -> None:
     assert_stage_3_is_stage_2(Tower, tolerance=tolerance, **keys)

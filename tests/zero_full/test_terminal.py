@@ -120,6 +120,7 @@ def test_migrate_looks_up_only_optimizers_that_it_does_not_know(folder: Path, ca
     assert finding["line"] == 1 and "does not have MuAdam" in finding["text"]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("arguments", "message", "frames"),
     [

@@ -229,6 +229,7 @@ def changes(
     return sizes
 
 
+@pytest.mark.rotates
 def test_a_server_that_gets_changes_only_has_every_bit() -> None:
     cases: list[Any] = [
         (stage, precision, {}, {}) for stage, precision in ((0, "bf16"), (1, "fp16"), (2, "bf16"))
@@ -342,6 +343,7 @@ def test_changes_cost_one_bit_an_element_of_the_slice_where_they_are_asked_for()
     POOL.run(untouched, 2)
 
 
+@pytest.mark.rotates
 def test_a_server_in_another_process_generates_from_the_trained_weights_for_100_steps() -> None:
     (hashes, _), (others, _), (served, received) = POOL.run(reinforce, 3, 3, 100, collective=60)
     assert hashes == others == served and len({*hashes}) == 10

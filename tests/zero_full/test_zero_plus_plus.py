@@ -65,6 +65,7 @@ def scales(bits: int, parts: int) -> int:
     return LAYERS * (-(-size // 16) * 16 - integers)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("overlap", [False, True])
 def test_between_two_nodes_a_quarter_of_the_bytes_travels(overlap: bool) -> None:
     answers = POOL.run(train, 4, 3, {**PLUS_PLUS, "overlap_comm": overlap})
