@@ -188,7 +188,9 @@ class Dealer:
             flat = self._flat(draft)
             tier = self.settings.tier if draft in drafts.offloaded else DeviceTier()
             made[draft] = self._trained(flat, tier, spares) if draft.kind.trained else ParameterGroup(flat)
-        of_unit = {unit: [made[draft] for draft in made if draft.unit is unit] for unit in drafts.units}
+        of_unit: dict[Unit | None, list[ParameterGroup]] = {}
+        for draft, group in made.items():
+            of_unit.setdefault(draft.unit, []).append(group)
         sites = [Site(unit.name, unit.module, of_unit[unit]) for unit in drafts.units]
         in_order = map(made.__getitem__, drafts.reduce_order)
         trained = [group for group in in_order if isinstance(group, TrainedGroup)]
