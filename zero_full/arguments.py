@@ -37,7 +37,7 @@ def check_writable(path: str | None, option: str) -> None:
 
 
 def check_checkpoint_folder(folder: str) -> None:
-    """Raise UsageError unless this is a folder."""
+    """Raise UsageError unless this path is a folder."""
     if not Path(folder).is_dir():
         raise UsageError(f"{folder} does not exist or is not a folder. Pass the folder of save_checkpoint")
 
@@ -81,12 +81,12 @@ def shape_and_type(text: str) -> tuple[list[int], str]:
 
 
 def bad_batch(text: str) -> PlanError:
-    """Make the error for a `--batch` that is no shape and dtype."""
+    """Make the error for a `--batch` that is not a shape with a dtype."""
     return PlanError(f'--batch {text}: write the shape and dtype of an input, such as "2x1024:int64"')
 
 
 def script_of(options: Namespace) -> tuple[list[str], bool]:
-    """Return the script or module of `as-deepspeed`, with its arguments.
+    """Return the script or module that `as-deepspeed` runs, followed by its arguments.
 
     Also returns whether it is `accelerate launch`.
     """

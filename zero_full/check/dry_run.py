@@ -63,7 +63,7 @@ def for_ranks(config: Config, world: int, ranks: int) -> Config:
 
 
 def _on_fewer_ranks(config: Config, world: int) -> tuple[Config, int]:
-    """Reduce a large world size, keeping the kinds of groups, as the result is the same and faster."""
+    """Reduce a large world size, and keep the kinds of groups: the same errors are found in less time."""
     if world <= MAX_RANKS:
         return config, world
     zero, sizes = config.zero_optimization, dict[str, int]()
@@ -99,7 +99,7 @@ def _try_to_build(
 
 
 def _key_of(message: str, section: str, params: Mapping[str, Any]) -> Route:
-    """Return the key that a message begins with, or else that of the section's type or params."""
+    """Return the key at the beginning of a message, or else the key of the section's `type` or `params`."""
     found = re.match(rf"(?:{section}\.params\.)?(\w+)", message)
     if found is not None and found[1] in params:
         return (section, "params", found[1])

@@ -32,7 +32,7 @@ def adapter_layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 @contextmanager
 def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator[None]:
-    """Context in which active adapters are part of their base weights, which are whole on this rank.
+    """Merge active adapters into their base weights within the context. These must be whole on this rank.
 
     Adapters that are merged already stay merged.
     """
@@ -57,7 +57,7 @@ def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator
 def _split(
     params: dict[Parameter, None], optimizer: ZeroOptimizer
 ) -> tuple[list[FlatParameters], dict[Parameter, tuple[Tensor, Tensor]]]:
-    """Split parameters into those whose flat buffer will be released, and copies of all others."""
+    """Separate parameters whose flat buffer will be released from all others, of which it makes copies."""
     dropped: dict[FlatParameters, None] = {}
     kept: dict[Parameter, tuple[Tensor, Tensor]] = {}
     for param in params:

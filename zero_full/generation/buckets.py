@@ -60,7 +60,7 @@ class FlatSource:
 
 @dataclass(eq=False)
 class BucketPart:
-    """A part of a bucket."""
+    """A part of a bucket: the memory for one tensor, or for neighbouring ones."""
 
     size: int  # bytes, equal on all ranks
     ranks: Communicator
@@ -68,7 +68,7 @@ class BucketPart:
 
     @property
     def local(self) -> "BucketPart":
-        """The part of the tensor that this rank has of a DTensor, else the part itself."""
+        """The bucket part of a DTensor's local tensor; for any other tensor, this part itself."""
         return self
 
     def write(self, memory: Tensor) -> None:
@@ -110,7 +110,7 @@ class BucketRun(BucketPart):
 
 @dataclass(eq=False)
 class WholeTensor(BucketPart):
-    """A tensor that this rank has whole: it takes nothing of the bucket."""
+    """A tensor that this rank has whole. It takes no memory of the bucket."""
 
     name: str = field(kw_only=True)
     tensor: Tensor = field(kw_only=True)
@@ -126,7 +126,7 @@ class WholeTensor(BucketPart):
 
 @dataclass(eq=False)
 class SplitTensor(BucketPart):
-    """A DTensor that is cut. `ranks` are the tensor-parallel ones."""
+    """A DTensor that is cut over the tensor-parallel `ranks`."""
 
     name: str = field(kw_only=True)
     block: LocalBlock = field(kw_only=True)
@@ -135,7 +135,7 @@ class SplitTensor(BucketPart):
 
     @staticmethod
     def of(tensor: Any, name: str, dtype: torch.dtype, inner: BucketPart, across: Communicator) -> BucketPart:
-        """Return the part of a DTensor, or `inner` if it is not cut.
+        """Return the bucket part of a DTensor, or `inner` if it is not cut.
 
         The size counts the largest local tensor: ranks cut a tensor into unequal parts, and plan alike.
         """
@@ -148,7 +148,7 @@ class SplitTensor(BucketPart):
 
     @property
     def local(self) -> BucketPart:
-        """The local tensor's part."""
+        """The bucket part of the local tensor."""
         return self.inner
 
     @property
@@ -187,7 +187,7 @@ class SparseTensor(BucketPart):
     def of(
         source: FlatSource, member: Member, changes: ChangedElements, counts: Sequence[int]
     ) -> "SparseTensor":
-        """Return the part, with its size."""
+        """Return the bucket part of a parameter's changed elements, with its size."""
         total, ranks = sum(counts), source.flat.ranks
         size = rounded_up(4 * total, ALIGNMENT) + rounded_up(source.dtype.itemsize * total, ALIGNMENT)
         merges = ranks.size > 1
@@ -247,7 +247,7 @@ def runs_of(source: FlatSource, bucket_bytes: int) -> Iterator[BucketPart]:
 
 
 def whole(source: FlatSource, member: Member) -> BucketPart:
-    """Return the part of one whole parameter."""
+    """Return the bucket part of one whole parameter."""
     name = source.names[member]
     if source.is_live:
         tensor = source.flat.windows[member.index]
@@ -260,7 +260,7 @@ def whole(source: FlatSource, member: Member) -> BucketPart:
 
 
 def run_of(source: FlatSource, members: Sequence[Member]) -> BucketRun:
-    """Return the run of these neighbours. The ranks' elements of it are merged."""
+    """Return the bucket part of neighbouring parameters. The ranks' elements of it are merged."""
     numel, low = _span(source, members), source.flat.layout.windows[members[0].index].start
     size = rounded_up(numel * source.dtype.itemsize, ALIGNMENT)
     merges = not source.is_whole and source.flat.ranks.size > 1
@@ -314,7 +314,7 @@ def assembled(bucket: Sequence[BucketPart], device: torch.device) -> list[Item]:
 
 
 def communicates(bucket: Sequence[BucketPart]) -> bool:
-    """Whether assembling this bucket needs the other ranks."""
+    """Return whether assembling this bucket needs the other ranks."""
     return any(part.ranks.size > 1 and not _is_here(part) for one in bucket for part in (one, one.local))
 
 

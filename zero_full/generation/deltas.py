@@ -237,13 +237,13 @@ class Deltas:
 
 
 def is_smaller(changed: int, numel: int, size: int) -> bool:
-    """Whether indices and values of the changed elements take fewer bytes than the whole tensor."""
+    """Return whether indices and values of the changed elements take fewer bytes than the whole tensor."""
     return changed * (4 + size) < numel * size and numel <= LONGEST
 
 
 @contextmanager
 def _with_values(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which parameters have other values, without a write to their memory."""
+    """Give parameters other values within the context, without a write to their memory."""
     memory = [param.data for param in params]
     try:
         for param, value in zip(params, values, strict=True):

@@ -105,7 +105,7 @@ def _merged(
 
 @contextmanager
 def whole_layer(optimizer: ZeroOptimizer, layer: nn.Module, number: int, call: str) -> Iterator[None]:
-    """Context in which the parameters of a layer with adapters are whole. Every rank must enter it."""
+    """Gather the parameters of a layer with adapters within the context. Every rank must enter it."""
     places = (optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
     groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
     if groups:
@@ -204,7 +204,7 @@ def _whole(
 
 
 def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
-    """Return the part of a tensor outside of flat buffers, of which every rank has its own."""
+    """Return the bucket part of a tensor outside of flat buffers, which every rank has."""
     given, ranks = wanted(tensor.dtype, dtype), optimizer.groups.dense.shard
     part = WholeTensor(0, ranks, name=name, tensor=local_of(tensor), dtype=given)
     tensor_ranks = optimizer.groups.tensor

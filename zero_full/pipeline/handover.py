@@ -1,4 +1,4 @@
-"""What one stage hands to the next, in the form that torch's pipelining can send.
+"""The handover between two stages: tensors in a form that torch's pipelining can send.
 
 torch sends tensors whose shapes are known beforehand, and expects a gradient for each. A `Handover`
 describes the value between two stages. Tensors that need no gradient, such as masks and positions, are sent
@@ -39,7 +39,7 @@ class Slot:
         return numel * self.dtype.itemsize
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to send."""
+        """Return the tensor to send for a tensor of the handover."""
         if self.differentiable:
             return tensor.contiguous()
         sent = self.carrier(tensor.device)
@@ -48,7 +48,7 @@ class Slot:
         return sent
 
     def unpack(self, sent: Tensor) -> Tensor:
-        """Return the tensor of a received one."""
+        """Restore the dtype and shape of a received tensor."""
         if self.differentiable:
             return sent
         raw = sent.detach().view(torch.uint8)[: self._nbytes()]
@@ -59,7 +59,7 @@ class Slot:
 
 
 class _Join(torch.autograd.Function):
-    """The identity of its first input. The others get gradients of zero."""
+    """Autograd function: the identity of its first input. The other inputs get gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return its gradient, and zeros."""
+        """Return the gradient of the first input, and zeros for the others."""
         zeros = (torch.zeros_like(other) for other in ctx.others)
         return (grads[0] if ctx.joins_output else None, *zeros)
 

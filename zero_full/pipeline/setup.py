@@ -1,4 +1,4 @@
-"""What `initialize` does for a `PipelineModule` only: groups, checks of the configuration, and the engine.
+"""The steps of `initialize` for a `PipelineModule` only: groups, checks, and the engine.
 
 The engine and torch's pipelining are imported here by runs with a pipeline, and by no others.
 """

@@ -1,4 +1,4 @@
-"""The stages of this rank as torch's pipelining runs them, and what they share during a batch.
+"""The stages of this rank as torch's pipelining runs them, and their common state during a batch.
 
 [Note: a failing stage] A rank that raises in the middle of a schedule would leave the others waiting for its
 activations. So an exception in a layer, the loss or backward is kept: until the end of the schedule the rank
@@ -195,7 +195,7 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _pass(self, act: Callable[[], Any], number: int) -> None:
-        """Make `act` a backward pass of the reducer. Gradients stay on this rank until the step."""
+        """Run `act` as a backward pass of the reducer. Gradients stay on this rank until the step."""
         batch, reducer = self.chunk.batch, self.reducer
         if batch.failure is not None:
             return

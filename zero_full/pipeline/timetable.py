@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computes, in which order: idle time, and micro-batches in flight.
+"""Timetable of a pipeline: each rank's operations in order, its idle time, its micro-batches in flight.
 
 The order of schedules with several stages per rank is torch's own. torch's classes of one stage per rank
 compute it while they run, so theirs is repeated here, and tests compare it with what ranks have run.
@@ -32,7 +32,7 @@ class Operation:
 
 @dataclass
 class _Described:
-    """A stage without layers, of which torch's schedules read the place."""
+    """Stage without layers, for torch's schedules, which read its place only."""
 
     stage_index: int
     num_stages: int
