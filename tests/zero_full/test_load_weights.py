@@ -230,7 +230,9 @@ def test_what_is_wrong_is_told_on_every_rank_and_changes_nothing(tmp_path: Path,
 
 def test_a_file_that_one_rank_lacks_stops_all(plain: Path) -> None:
     told = run_in("processes", failure_of_load, 3, [plain, plain, plain / "gone.safetensors"], 2)
-    assert told == [(f"rank 2: {plain / 'gone.safetensors'} does not exist", True)] * 3
+    assert len(set(told)) == 1
+    message, unchanged = told[0]
+    assert message.startswith(f"rank 2: {plain / 'gone.safetensors'} does not exist") and unchanged
 
 
 def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class StagingBuffer:
         return replace(payload, chunks=copies, plain_tensors=plain_tensors)
 
     def _reserve(self, sizes: Sequence[int], devices: Collection[str]) -> None:
-        """Make rooms of these sizes in bytes, unless they are there."""
+        """Allocate regions of these sizes in bytes, unless the present ones have these sizes."""
         if sizes == [room.nbytes for room in self.rooms]:
             return
         self.release()  # free the old memory first, to avoid a peak of both

@@ -38,7 +38,7 @@ class ExportOptions:
         check_export(self.dtype, self.max_shard_bytes)
 
     def dtype_of(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype in the export of a tensor with the dtype `stored`."""
+        """Return the dtype in which a tensor with the dtype `stored` is exported."""
         if not stored.is_floating_point:
             return stored
         return self.dtype or (stored if stored == torch.float64 else torch.float32)
@@ -116,10 +116,15 @@ def _entries(source: Source, options: ExportOptions) -> tuple[dict[str, TensorEn
             left_out.append(name)
         elif kind in (PARAMETERS, BUFFERS):
             if name in keys:
-                raise CheckpointError(f"{source.path} has {keys[name]} and {key}, which have the same name")
+                raise CheckpointError(
+                    f"{source.path} has {keys[name]} and {key}, which have the same name. Load another tag"
+                )
             keys[name], dtype = key, options.dtype_of(stored.dtype)
             if dtype not in CODES:
-                raise CheckpointError(f"{source.path}: {name} is {dtype}, which safetensors does not support")
+                raise CheckpointError(
+                    f"{source.path}: {name} is {dtype}, which safetensors does not support. Load the "
+                    "checkpoint, and leave the tensor out with engine.save_weights(names=...)"
+                )
             entries[key] = TensorEntry(name, dtype, stored.shape)
     if not any(key.startswith(f"{PARAMETERS}/") for key in entries):
         reason = "all its parameters are frozen" if left_out else "it has no parameters"

@@ -180,9 +180,14 @@ class FileReader:
         self.path, self.size, self.descriptor = path, size, -1
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is not a regular file, but a link or a special file")
+            raise OSError(
+                f"{path} is not a regular file, but a link or a special file. Copy the file itself here"
+            )
         if found.st_size != size:
-            raise OSError(f"{path} has {found.st_size} bytes, not the {size} that were written")
+            raise OSError(
+                f"{path} has {found.st_size} bytes, not the {size} that were written. Copy it again, or load "
+                "another tag"
+            )
 
     def read_into(self, buffer: memoryview, at: int) -> None:
         """Fill the buffer with the bytes from offset `at` on."""
@@ -225,7 +230,9 @@ def read_file(path: Path, crc: int | None = None, limit: int = MAX_BYTES) -> byt
     """Read a small file. Raises CheckpointError if it is too large or its checksum is not `crc`."""
     size = path.lstat().st_size
     if size > limit:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and at most {limit} are expected")
+        raise CheckpointError(
+            f"{path} is damaged: it has {size} bytes, and at most {limit} are expected. Load another tag"
+        )
     file = FileReader(path, size)
     try:
         data = bytearray(size)
@@ -233,5 +240,7 @@ def read_file(path: Path, crc: int | None = None, limit: int = MAX_BYTES) -> byt
     finally:
         file.close()
     if crc is not None and zlib.crc32(data) != crc:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match")
+        raise CheckpointError(
+            f"{path} is damaged: its checksum does not match. Copy it again, or load another tag"
+        )
     return bytes(data)

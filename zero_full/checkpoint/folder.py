@@ -317,7 +317,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         _check_types(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}: the save was interrupted, or this is no checkpoint of zero_full"
+            f"{folder} has no {MANIFEST}: the save was interrupted, or this is no checkpoint of zero_full. "
+            "Load another tag"
         ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}. Load another tag") from error

@@ -26,7 +26,7 @@ class Neighbours:
     unfinished: list[str] = field(default_factory=list)  # folder names of incomplete saves
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines to show about them: name and text."""
+        """Yield the rows that describe the neighbours: name and text."""
         if self.latest is not None:
             yield "latest", self.latest
         if self.others:
@@ -36,7 +36,7 @@ class Neighbours:
 
 
 def neighbours(folder: Path, path: Path | None) -> Neighbours:
-    """Find the checkpoints next to `path`, which was opened by way of `folder`; None: those in `folder`."""
+    """Find the other checkpoints next to `path`, opened through `folder`; `path` None: those in `folder`."""
     root = folder
     if path is not None and path.resolve() == folder.resolve():
         root = folder.resolve().parent
@@ -183,7 +183,7 @@ class Inspection:
 
 
 def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Sort key of a tensor: parameters, then buffers, then optimizer state."""
+    """Return the sort key of a tensor: parameters, then buffers, then optimizer state."""
     return key.startswith(STATE), not key.startswith(PARAMETERS), natural_order(key)
 
 

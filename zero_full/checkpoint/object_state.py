@@ -50,7 +50,7 @@ class ExtraState:
 
 
 class ObjectStates:
-    """The objects that load a state of their own, in order, with their previous states for a rollback."""
+    """The objects that load state of their own, in order, with their previous states for a rollback."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

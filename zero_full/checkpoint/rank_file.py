@@ -108,7 +108,7 @@ class Range:
     block: LocalBlock | None = None  # tensor parallelism: the block; None: a range of the tensor itself
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a range of the flattened tensor that are here, each contiguous in the file."""
+        """Yield the parts of a range of the tensor that this range holds, contiguous in the file."""
         if self.block is None:
             if max(self.start, start) < min(self.stop, stop):
                 yield max(self.start, start), min(self.stop, stop)
@@ -121,7 +121,7 @@ class Range:
                 yield first + low - index, first + high - index
 
     def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range in the file of these elements of the tensor, which are contiguous there."""
+        """Return the file's byte range for elements of the tensor, which must be contiguous in the file."""
         if start == stop:
             return self.at, self.at
         index = start if self.block is None else self.block.index_of(start)
@@ -224,7 +224,8 @@ class RankFile:
             if checksum != self.blocks[block]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
-                    f"{min((block + 1) * disk.BLOCK, self.data.size)} does not match"
+                    f"{min((block + 1) * disk.BLOCK, self.data.size)} does not match. Copy it again, or load "
+                    "another tag"
                 )
         self.verified.update(blocks)
 

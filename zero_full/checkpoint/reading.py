@@ -39,7 +39,7 @@ class NativeSource(Source):
         except BaseException as error:
             self.close()
             if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                raise CheckpointError(f"{folder} is damaged: {error!r}") from error
+                raise CheckpointError(f"{folder} is damaged: {error!r}. Load another tag") from error
             raise
 
     def _merge(self) -> None:
@@ -162,7 +162,9 @@ def holds_latest(directory: Path) -> bool:
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """Open the checkpoint with this tag, or the latest, or the one that `directory` itself is."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} does not exist or is not a folder")
+        raise CheckpointError(
+            f"{directory} does not exist or is not a folder. Pass the folder of save_checkpoint"
+        )
     wanted = latest_tag(directory) if tag is None else tag
     if wanted is None and (directory / MANIFEST).exists():
         return NativeSource(directory)

@@ -44,7 +44,7 @@ class TorchArchive:
             ) from error
         pickles = [info.filename for info in infos if info.filename.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise CheckpointError(f"{path} is a zip file, but not one of torch.save")
+            raise CheckpointError(f"{path} is a zip file, but not one of torch.save. {REMEDY}")
         root = pickles[0].removesuffix("data.pkl")
         self.members = {info.filename.removeprefix(root): info for info in infos}
         if "byteorder" in self.members and self.bytes_of("byteorder") != b"little":

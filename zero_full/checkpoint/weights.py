@@ -255,7 +255,7 @@ class _PickledFile:
 
 
 class Unmatched(NamedTuple):
-    """Names that only one side has."""
+    """Names that only the file or only the model has."""
 
     missing: list[str]  # names only in the module
     unexpected: list[str]  # names only in the files
@@ -397,14 +397,14 @@ def _contents(file: Path) -> dict[str, Stored]:
             size = int.from_bytes(opened.read(8), "little")
             header: dict[str, Any] = _parsed(opened.read(size))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
+        raise CheckpointError(f"{file} does not exist. Pass the path of a file of weights") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} is not a complete safetensors file: {error}. If torch.load reads it, use "
             "engine.load_module_state_dict(torch.load(...))"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{file} has an invalid header: {error}") from error
+        raise CheckpointError(f"{file} has an invalid header: {error}. Copy or download it again") from error
     metadata = header.pop("__metadata__", None) or {}
     contents = {
         key: Stored(file, key, tuple(row["shape"]), row["dtype"], 8 + size + row["data_offsets"][0])
@@ -471,10 +471,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         "".join(weight_map.values()).encode()  # raises for lone surrogates, which file names cannot have
         return weight_map
     except FileNotFoundError:
-        raise CheckpointError(f"{index} does not exist") from None
+        raise CheckpointError(f"{index} does not exist. Pass the path of a file of weights") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"  # not `repr`, which may include all of the file's bytes
-        raise CheckpointError(f"{index} is not an index of safetensors files: {reason}") from error
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files: {reason}. Copy or download it again"
+        ) from error
 
 
 def _check_regular(file: Path) -> None:

@@ -34,7 +34,7 @@ class BlackBox:
         folder = folder_of(path)
         folder.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
+            raise IsADirectoryError(f"{path} is a folder. Pass the path of a file")
         path.unlink(missing_ok=True)  # the file of an earlier recording
         folder.joinpath(DONE.format(rank)).unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -33,7 +33,7 @@ def caption(frame: Mapping[str, Any], whereabouts: Mapping[int, str]) -> tuple[s
 
 
 def in_sentence(what: str, name: str) -> str:
-    """Return the name of a call, to stand inside a sentence."""
+    """Return the name of a call, worded to stand inside a sentence."""
     title = TITLES.get(what, what).lower()
     return f"{title} of {name}" if name else title
 

@@ -66,7 +66,7 @@ def files_in(folder: Path) -> dict[int, list[Path]]:
 
 
 def all_done(folder: Path, ranks: int) -> bool:
-    """Return whether some of the run's `ranks` ranks have recorded here, and all of those have ended."""
+    """Return whether some rank has recorded in this folder, and all ranks that did have ended."""
     begun = [rank for rank in files_in(folder) if rank < ranks]  # an earlier run may have had more ranks
     return bool(begun) and all(folder.joinpath(DONE.format(rank)).exists() for rank in begun)
 
@@ -75,7 +75,7 @@ def read_parts(folder: Path) -> list[RankTrace]:
     """Read the files of all ranks of the newest run. RecordingError if the folder has none."""
     parts = [part for rank, files in sorted(files_in(folder).items()) if (part := _read_part(rank, files))]
     if not parts:
-        raise RecordingError(f"{folder} contains no recording")
+        raise RecordingError(f"{folder} contains no recording. engine.record(path) makes one")
     newest = max(parts, key=lambda part: part.about["started"]).about["run"]
     return [part for part in parts if part.about["run"] == newest]
 
@@ -91,7 +91,10 @@ def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:
     chapters.sort(key=lambda chapter: int(chapter[0]["turn"]))
     newest = chapters[-1][0]
     if newest["version"] != VERSION:
-        raise RecordingError(f"{files[0]} has format version {newest['version']}; this reads {VERSION}")
+        raise RecordingError(
+            f"{files[0]} has format version {newest['version']}, and this release reads {VERSION}. Use the "
+            "release that recorded it"
+        )
     part = RankTrace(rank, newest)
     dropped = newest["dropped"]
     part.dropped_steps, part.dropped_events = int(dropped["steps"]), int(dropped["events"])

@@ -34,7 +34,9 @@ class ModelStates:
     def __init__(self, path: Path) -> None:
         content = load_saved(path)
         if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
-            raise CheckpointError(f"{path} is not a model state file of DeepSpeed")
+            raise CheckpointError(
+                f"{path} is not a model state file of DeepSpeed. Copy it again, or load another tag"
+            )
         sizes = content.get("checkpoint_parallel_dimensions") or {}
         if content.get("mp_world_size", 1) != 1 or any(size != 1 for size in sizes.values()):
             raise CheckpointError(
@@ -48,7 +50,10 @@ class ModelStates:
             )
         experts = content.get("num_experts") or []
         if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
-            raise CheckpointError(f"{path} is of a model with experts, whose files are not supported")
+            raise CheckpointError(
+                f"{path} is of a model with experts, whose files are not supported. Load it with "
+                "DeepSpeed, and save the weights to load here"
+            )
         config = content.get("ds_config")
         self.path, self.content = path, content
         # The module's state dict. At stage 3 most of its parameters are empty.
@@ -64,7 +69,7 @@ class ModelStates:
         self.world = int(content["dp_world_size"])  # data-parallel ranks of the run
 
     def shared(self, stage: int, world: int) -> dict[str, Any]:
-        """Return the data that are equal on all ranks, except those of the optimizer."""
+        """Return the data that are equal on all ranks, except the optimizer's."""
         content = self.content
         found = {
             "counters": self._counters(world),

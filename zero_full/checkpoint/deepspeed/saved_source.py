@@ -83,7 +83,8 @@ class SavedSource(Source):
         """Add a tensor that is stored in these parts. Raises CheckpointError if they are incomplete."""
         if not ranges.fit(parts) or len({part.dtype for part in parts}) != 1:
             raise CheckpointError(
-                f"{self.path}: the files do not hold all {prod(ranges.shape)} elements of {key}"
+                f"{self.path}: the files do not hold all {prod(ranges.shape)} elements of {key}. Copy all "
+                "files of one save here, or load another tag"
             )
         self.tensors[key] = StoredTensor(ranges.shape, parts[0].dtype, ranges.pieces)
         self._places[key] = ranges, parts
@@ -124,7 +125,7 @@ class SavedSource(Source):
         return parts[part], begin + element - ranges.pieces[number][0]
 
     def completed(self) -> "SavedSource":
-        """Normalize names and compute the identity, after all tensors were added."""
+        """Normalize names and compute the checkpoint's identity, once all tensors are added."""
         self.tensors = {clean_name(key): stored for key, stored in self.tensors.items()}
         self._places = {clean_name(key): place for key, place in self._places.items()}
         self.aliases = {clean_name(alias): clean_name(name) for alias, name in self.aliases.items()}

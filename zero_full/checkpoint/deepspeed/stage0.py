@@ -63,7 +63,7 @@ class _ListedState:
 
 
 class _FlatState:
-    """The same for a group with one flat master buffer and one entry. Positions are elements."""
+    """One group's optimizer state with one flat master buffer and one entry. Positions are elements."""
 
     def __init__(self, state: dict[str, Any], master: SavedTensor) -> None:
         self.common, self.master = state, master

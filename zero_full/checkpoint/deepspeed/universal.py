@@ -33,7 +33,10 @@ class UniversalSource(SavedSource):
         stage = int(self.common.get("zero_stage", 1))
         groups = models[0].trained
         if groups is None:
-            raise CheckpointError(f"{models[0].path} does not name the trained parameters (param_shapes)")
+            raise CheckpointError(
+                f"{models[0].path} does not name the trained parameters (param_shapes). Load the original "
+                "checkpoint"
+            )
         self.shared = models[0].shared(stage, models[0].world)
         self.add_groups(self.common["param_groups"], groups)
         self._check_round_robin(stage, groups)
@@ -100,6 +103,7 @@ class UniversalSource(SavedSource):
         values = merged["param"]
         if not isinstance(values, SavedTensor) or values.numel != prod(shape):
             raise CheckpointError(
-                f"{path} is not a tensor of shape {shape}, as {self.models[0].path.name} requires"
+                f"{path} is not a tensor of shape {shape}, as {self.models[0].path.name} requires. "
+                "Convert again, or load the original checkpoint"
             )
         return values

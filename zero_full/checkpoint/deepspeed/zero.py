@@ -42,11 +42,17 @@ class RankStates:
         content = load_saved(path)
         states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
         if not isinstance(states, Mapping) or "partition_count" not in states:
-            raise CheckpointError(f"{path} is not an optimizer state file of DeepSpeed's ZeRO")
+            raise CheckpointError(
+                f"{path} is not an optimizer state file of DeepSpeed's ZeRO. Copy it again, or load "
+                "another tag"
+            )
         counts = states["partition_count"]
         counts = set(counts) if isinstance(counts, list) else {counts}
         if states.get("ds_zero_partition_groups") or len(counts) != 1:  # experts have groups with fewer ranks
-            raise CheckpointError(f"{path} is of a model with experts, which are not supported")
+            raise CheckpointError(
+                f"{path} is of a model with experts, which are not supported. Load it with DeepSpeed, and "
+                "save the weights to load here"
+            )
         self.path, self.content = path, states
         self.world = int(counts.pop())  # ranks that have saved
         # DeepSpeed's BF16_Optimizer does not save the stage, and exists at stage 1 only.
@@ -87,7 +93,8 @@ class ZeroSource(SavedSource):
         shapes = models[0].trained
         if shapes is None or len(shapes) != len(first.masters):
             raise CheckpointError(
-                f"{models[0].path} and {first.path.name} have different groups: they are of different saves"
+                f"{models[0].path} and {first.path.name} have different groups: they are of different saves. "
+                "Copy all files of one save here, or load another tag"
             )
         self.shared = models[0].shared(first.stage, len(ranks))
         for group, named in enumerate(shapes):
@@ -159,7 +166,7 @@ class ZeroSource(SavedSource):
             raise CheckpointError(
                 f"{self.path}: the parameters of group {group} have {needed} elements in "
                 f"{self.models[0].path.name}, but {found} in the optimizer state files. These are of "
-                "different runs"
+                "different runs. Copy all files of one run here"
             )
 
 
