@@ -122,7 +122,7 @@ def load_whole_state_dict(
     for name in names & state.keys():
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
-            raise ValueError(f"{name} has shape {shapes}")
+            raise ValueError(f"{name} has shape {shapes}. Load a state dict of this model")
         optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
@@ -130,7 +130,7 @@ def load_whole_state_dict(
 
 
 def _laid_out(tensor: Any, value: Any) -> Any:
-    """Return the value for a tensor of the module: for a DTensor a DTensor that is laid out alike."""
+    """Return a value in the layout of the module's `tensor`: a DTensor, if `tensor` is one."""
     return like(tensor, part_of(tensor, value)) if is_dtensor(tensor) else value
 
 
@@ -438,7 +438,7 @@ class GatheredParameters:
         )
 
     def _compare_whole(self) -> str | None:
-        """Return the message, equal on all ranks, if they differ in frozen parameters that each has whole."""
+        """Return an error, equal on all ranks, if unsharded frozen parameters differ; else None."""
         mine: dict[Pair, dict[str, int]] = {}
         for optimizer, param, pair in self._whole():
             changes, (name, _) = mine.setdefault(pair, {}), optimizer.parts.whole[param]
@@ -460,13 +460,13 @@ class GatheredParameters:
 
 
 def _version(param: Parameter) -> tuple[int, int]:
-    """Return numbers that a write to a parameter or its replacement changes, but for writes to `data`."""
+    """Return numbers that change when a parameter is written to or replaced, except by writes to `data`."""
     return version_of(param), local_of(param).data_ptr()
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Context with the model (that of an engine) and whole parameters, for generation without collectives.
+    """Yield the model (that of an engine) with whole parameters, for generation without collectives.
 
     Every rank must enter and leave it. In between ranks may call the model a different number of times.
     """

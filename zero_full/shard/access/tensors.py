@@ -439,5 +439,7 @@ def _set_state(place: ParameterPlace, value: Tensor, key: str) -> None:
     if place.piece is None:
         return
     if current is None:
-        raise KeyError(f"{place.member.name} has no optimizer state before the first step")
+        raise KeyError(
+            f"{place.member.name} has no optimizer state before the first step. Call this after it"
+        )
     current.copy_(value.view(current.shape))

@@ -166,7 +166,7 @@ class Contents:
         return self._among_tensor(group.across.rank, group.across.size, group.kind.is_split)
 
     def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
-        """Return a `Chunk.holder` that counts tensor-parallel ranks, as each has what is not split."""
+        """Return a `Chunk.holder` that counts tensor-parallel ranks too, if each has all of the tensor."""
         tensor = self.groups.tensor
         if tensor is None or is_split or not self.has_dtensors:
             return place, holders
@@ -259,7 +259,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a piece's elements are in the whole parameter, and which ranks have the same ones."""
+    """The place of a piece in the whole parameter, and the ranks with the same elements."""
 
     holder: tuple[int, int]  # see `Chunk.holder`
     shape: tuple[int, ...]  # of the whole parameter

@@ -31,7 +31,7 @@ class HostMemory:
 
     @property
     def arena(self) -> list[int]:
-        """The bytes of each room of the tier's arena."""
+        """The bytes of each region of the tier's arena."""
         return [*self.rooms, *self.passing, *self.early_rooms]
 
     @property
@@ -81,7 +81,7 @@ class Sizes:
         return None not in self.known.values()
 
     def master(self, draft: Draft) -> int:
-        """Return the bytes of the room for this rank's master."""
+        """Return the bytes of the region for this rank's master."""
         return draft.layout.shard * self.dtypes.master_of(self._own(draft)).itemsize
 
     def state(self, draft: Draft) -> int:
@@ -110,7 +110,7 @@ class Sizes:
         return draft.layout.shard * own.itemsize
 
     def passing(self, draft: Draft) -> list[int]:
-        """Return the bytes of the rooms for gradients and copies of parameters."""
+        """Return the bytes of the regions for gradients and copies of parameters."""
         copy = self._copy(draft)
         gradients = draft.layout.shard * self.dtypes.accumulate_of(self._own(draft)).itemsize
         return [gradients, copy] if copy else [gradients]

@@ -71,7 +71,7 @@ class DTensorParameters(FlatParameters):
 
 
 class _FromDTensors(FlatGradients):
-    """Gradients that autograd leaves in `param.grad` as DTensors."""
+    """Mixin for groups whose gradients autograd leaves in `param.grad` as DTensors."""
 
     def detach(self) -> list[tuple[Member, Tensor]]:
         """Detach the local tensors of the gradients that are still in `param.grad`."""
@@ -106,5 +106,5 @@ class DTensorHostGradients(_FromDTensors, HostGradients):
 
 
 def gradients_class(kind: type[FlatGradients]) -> type[FlatGradients]:
-    """Return the class for gradients of DTensors that keeps them where `kind` keeps gradients."""
+    """Return the version of `kind`, a class of gradients on the device or the host, for DTensors."""
     return DTensorHostGradients if issubclass(kind, HostGradients) else DTensorGradients

@@ -1,4 +1,4 @@
-"""Functions of DTensors, which also take plain tensors, and of the parts that ranks hold of them."""
+"""Functions on DTensors and their local tensors. They take plain tensors as well."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def largest_numel(tensor: Any) -> int:
 
 
 def like(dtensor: Any, local: Tensor) -> Any:
-    """Return a DTensor that is laid out as this one, with another local tensor."""
+    """Return a DTensor with the layout of `dtensor` and the local tensor `local`."""
     made = dtensor.present if hasattr(dtensor, "present") else type(dtensor)
     mesh, placements = dtensor.device_mesh, dtensor.placements
     return made.from_local(
@@ -69,7 +69,7 @@ def like(dtensor: Any, local: Tensor) -> Any:
 
 
 def part_of(tensor: Any, value: Any) -> Tensor:
-    """Return this rank's part of a value: a DTensor, or a whole tensor. `tensor` is laid out in that way."""
+    """Return this rank's part, in the layout of `tensor`, of a value that is a DTensor or a whole tensor."""
     if is_dtensor(value):
         value = value.redistribute(placements=tensor.placements)
         return local_of(value)
@@ -79,10 +79,10 @@ def part_of(tensor: Any, value: Any) -> Tensor:
 
 @torch.no_grad()
 def whole_of(tensor: Any) -> Tensor:
-    """Return the whole tensor of a DTensor, which all ranks of its mesh must ask for; else the tensor."""
+    """Return a DTensor's whole tensor, or a plain tensor itself. All ranks of the mesh must call this."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def point(dtensor: Any, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor, and its dtype by that of the new one."""
+    """Replace the local tensor of a DTensor, and its dtype."""
     set_local_tensor(dtensor, local, None if dtensor.dtype == local.dtype else like(dtensor, local))

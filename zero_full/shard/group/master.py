@@ -159,7 +159,7 @@ class Master:
         return pieces
 
     def writes_copies(self) -> bool:
-        """Whether steppers write rounded parameters, too: compiled operators do that in the same pass."""
+        """Return whether steppers write rounded parameters as well, as compiled operators do."""
         return self.compiled_for(self.values.device)
 
     def read_ahead(self, fuses: bool) -> bool:
@@ -182,7 +182,7 @@ class Master:
         self.copies = None
 
     def hands_over(self, dtype: torch.dtype) -> bool:
-        """Whether the master is handed over in this dtype: it is more exact than the rounded parameters."""
+        """Return whether the master is handed over in this dtype: it is exacter than the parameters."""
         return self.has_copies and dtype != self.parameters.dtype
 
     def observed(self, dtype: torch.dtype) -> Tensor:
@@ -202,7 +202,7 @@ class Master:
         return self.values if in_place or self.hands_over(changes.dtype) else self.copies
 
     def _compare_with_old(self, changes: ChangedElements) -> None:
-        """Compare the observed slice after a step with the one before it, while both are there."""
+        """Compare the observed slice after a step with the one before it, while both are in memory."""
         new = self._overwritten(changes)
         if new is not None:
             changes.compare(None, new)
@@ -257,7 +257,7 @@ class Master:
         self.published = None if elsewhere else column_sums(self.parameters.shard)
 
     def _differs(self, published: Tensor) -> Tensor:
-        """Whether the slice has changed, as a bool on the device."""
+        """Return whether the slice has changed, as a bool on the device."""
         return (column_sums(self.parameters.shard) != published).any()
 
     def compare(self) -> None:

@@ -23,7 +23,7 @@ from zero_full.shard.group.parameters import FlatParameters, GatherState, Member
 
 
 class ParameterGroup:
-    """Parameters of one flat buffer. This base class serves frozen parameters, which stage 3 gathers, too."""
+    """Parameters of one flat buffer. The base class is for frozen ones, which stage 3 gathers as well."""
 
     def __init__(self, parameters: FlatParameters) -> None:
         self.parameters = parameters

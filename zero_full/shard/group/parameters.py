@@ -79,7 +79,7 @@ class GatherState(Enum):
 
 @cache
 def placeholder_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The scalar behind all released parameters of this dtype and device: NaN, or the smallest integer."""
+    """Return the scalar behind released parameters of this dtype and device: NaN, or the lowest integer."""
     if dtype.is_floating_point or dtype.is_complex:
         value = float("nan")
     else:
@@ -229,7 +229,7 @@ class FlatParameters:
         ]
 
     def written(self) -> list[str]:
-        """Return the names of parameters that were written since they are whole, by version counters."""
+        """Return the names of parameters that were written after they became whole, by version counters."""
         pairs = zip(self.members, self.versions, strict=True)
         return [member.name for member, version in pairs if version_of(member.param) != version]
 

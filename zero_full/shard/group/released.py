@@ -110,7 +110,7 @@ def released_class(kind: type[Parameter]) -> type[Parameter]:
 
 
 def _raising(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that raises as `__torch_function__` does, which torch does not call for this one."""
+    """Return a method that raises like `__torch_function__`, for methods where torch does not call that."""
 
     def method(self: ReleasedTensor, *args: Any, **kwargs: Any) -> Any:
         return ReleasedTensor.__torch_function__(own, (type(self),), (self, *args), kwargs)

@@ -16,7 +16,7 @@ from zero_full.shard.guards.model_watch import ParameterWrites
 
 
 class LocalSteps(Guard):
-    """Guard against freezing and writes that such a rule would ignore. Checked before a step only."""
+    """Guard against freezing and writes that local steps would ignore. Checked before a step only."""
 
     def __init__(
         self,

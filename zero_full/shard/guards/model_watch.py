@@ -96,7 +96,7 @@ class ModelWatch(Guard):
 
 
 class ParameterWrites(Guard):
-    """Writes to parameters that are always whole, by their version counters and memory addresses."""
+    """Detects writes to parameters that are always whole, by version counters and memory addresses."""
 
     def __init__(self, groups: Iterable[ParameterGroup]) -> None:
         self.flats = [group.parameters for group in groups if not group.parameters.released_at_rest]
@@ -139,7 +139,7 @@ class ParameterWrites(Guard):
         return [member.name for member in self._written()]
 
     def uncut(self) -> str:
-        """Return names and a digest of what `digest` covers, of parameters that all `tensor` ranks have."""
+        """Return names and a digest of written parameters that all tensor-parallel ranks have whole."""
         here = {member for flat in self.flats if not flat.kind.is_split for member in flat.members}
         window_of = dict(zip(self.members, self.windows, strict=True))
         written = [(member.name, window_of[member]) for member in self._written() if member in here]

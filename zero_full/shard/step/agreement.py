@@ -233,7 +233,7 @@ class _Side:
         return vector
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Return this rank's gradients: on the device in the norm, on the device outside of it, and two sums.
+        """Return this rank's gradients on the device, in the norm and outside of it, and two sums.
 
         The sums are over slices in host memory: squares in the norm, non-finite slices outside of it.
         """
@@ -420,13 +420,13 @@ def squares_of(groups: Sequence[TrainedGroup], device: torch.device) -> Tensor:
 
 
 def _differing(everyones: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the keys of what ranks would do differently."""
+    """Return the keys of planned actions that differ between ranks."""
     keys = dict.fromkeys(key for each in everyones.values() for key in each)
     return [key for key in keys if len({repr(each.get(key)) for each in everyones.values()}) > 1]
 
 
 def _by_key(keys: Sequence[str], everyones: Mapping[int, Mapping[str, Any]]) -> str:
-    """Format what each rank would do, for an error."""
+    """Format the planned actions of each rank, for an error."""
     return "; ".join(
         f"{key}: " + ", ".join(f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in everyones.items())
         for key in keys
@@ -451,7 +451,7 @@ def _mark_of(what: Any, bits: int) -> float:
 def doings_of(
     param_groups: Sequence[Mapping[str, Any]], so_far: Doings, written: str, failure: Exception | None
 ) -> Doings:
-    """List what every rank must do alike in this step.
+    """List the actions that must be equal on every rank in this step.
 
     `so_far`: keys and values to begin with. `written`: a digest of values that user code wrote to parameters.
     `failure` comes last, under the key `ERROR`.

@@ -12,7 +12,7 @@ class BackgroundWork(Protocol):
     """Background work on one rank. The next step raises on all ranks if it has failed on one."""
 
     def has_failed(self) -> bool:
-        """Whether `wait` would raise, as far as this rank knows by now."""
+        """Return whether `wait` would raise, as far as this rank knows by now."""
 
     def wait(self) -> None:
         """Wait until the work is done. Raises its error, once."""

@@ -74,7 +74,7 @@ class StepReport:
 
 @dataclass
 class Finding:
-    """Names and ranks with values that are not finite, as one rank or several together know them."""
+    """Parameters and ranks with values that are not finite, as found by one rank or by several."""
 
     parameters: list[str] = field(default_factory=list)  # with a gradient that is not finite
     sources: list[int] = field(default_factory=list)  # ranks whose own gradients were not finite

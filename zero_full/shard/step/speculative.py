@@ -136,7 +136,7 @@ class SpeculativeSteps:
         return [*self.tensors_of(group), *sent]
 
     def _own(self, group: TrainedGroup) -> list[Tensor]:
-        """List those with memory of their own: the slice's master first, and last what is sent."""
+        """List the tensors with own memory: first the slice's master, last the copy for the device."""
         views = {id(piece.master) for piece in group.master.pieces.values()}
         return [tensor for tensor in self._tensors(group) if id(tensor) not in views]
 
@@ -175,7 +175,7 @@ class SpeculativeSteps:
     def _pieces(
         self, group: TrainedGroup, gradients: Tensor, there: Mapping[int, Tensor]
     ) -> dict[Member, Piece]:
-        """Make the slice's pieces from its other memory, which `there` has by the id of the own tensor."""
+        """Make the slice's pieces from its other memory. `there` maps ids of own tensors to it."""
         made, values = {}, there[id(group.master.values)]
         for member, piece in group.master.pieces.items():
             known = self.optimizer.state[piece.master]

@@ -53,7 +53,7 @@ class Steppers:
         return self.fused_adam if self.own is None else self.own
 
     def averages(self) -> bool:
-        """Whether the gradients of the next step must be averaged: see [Note: own gradients]."""
+        """Return whether the gradients of the next step must be averaged: see [Note: own gradients]."""
         return self.own is None or self.own.averages
 
     def concerned(self, everything: Iterable[TrainedGroup], used: set[Member]) -> set[Member]:

@@ -24,7 +24,7 @@ REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_g
 
 
 class Base:
-    """A torch optimizer whose methods call its owner's. The owner can still call its own `step`."""
+    """The user's optimizer. Calls of its methods go to its owner, which can still call its own `step`."""
 
     def __init__(self, optimizer: Optimizer, owner: Optimizer) -> None:
         self.optimizer = optimizer
