@@ -33,7 +33,7 @@ def begin_thread(device: torch.device | None) -> None:
 
 
 def start_threads(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor with at most so many threads, on the caller's current device."""
+    """Return an executor with at most `threads` threads, on the caller's current device."""
     return ThreadPoolExecutor(threads, name, begin_thread, (current_device(),))
 
 

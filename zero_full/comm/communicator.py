@@ -46,7 +46,7 @@ class _ClosedTransport:
     """Replaces the transport of a closed communicator, so that its connections are freed."""
 
     def __getattr__(self, name: str) -> None:
-        """Stand for any collective. It is passed to `_call`, which raises before it would call it."""
+        """Return None instead of a collective: `_call` raises before it would call one."""
 
 
 NO_GROUP: Any = object()  # the group of a closed communicator
@@ -137,7 +137,7 @@ class Communicator:
         self._call("all_to_all", what, sent, wire, transport.all_to_all, *flat, splits)
 
     def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits, what: str) -> None:
-        """All-to-all with parts of the sizes in `splits`. Skipped if no rank sends anything to another."""
+        """Run an all-to-all with parts of the sizes in `splits`, unless no rank sends anything to another."""
         if (transport := self.transport) is not None and splits.most:
             # Sizes differ between ranks, so `sent[:0]` is what they compare: its number of elements is equal.
             what = f"{what}, {splits.most} at most between two ranks"
@@ -216,7 +216,7 @@ class Communicator:
     def _call(
         self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[..., Any], *given: Any
     ) -> None:
-        """Make `collective(*given)`, count its bytes, and name it in the error if it fails."""
+        """Run `collective(*given)`, count its bytes, and name it in the error if it fails."""
         if self.closed:
             self.check_open(f"{kind} of {what}")
         call = kind, what, tensor.numel(), tensor.dtype
@@ -237,7 +237,7 @@ class Communicator:
             self.traffic.sent[kind + self.suffix] += sent
 
     def _watch(self, call: CollectiveCall, words: str, collective: Callable[[], Any]) -> None:
-        """Make a collective that a flight recorder listens to or `debug.check_collectives` compares."""
+        """Run a collective that a flight recorder records or `debug.check_collectives` compares."""
 
         def make() -> None:
             if self.call_check is not None:

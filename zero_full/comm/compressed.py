@@ -81,7 +81,7 @@ class Errors:
         return {"worker": self.worker, "server": self.server, "made_for": torch.tensor(self.made_for)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of the same rank of a world of the same size."""
+        """Restore a state that the same rank has saved, at the same world size."""
         theirs = MadeFor(*state["made_for"].tolist())
         if theirs != self.made_for:
             raise ValueError(
@@ -259,7 +259,7 @@ class CompressedReduce:
     # Messages ------------------------------------------------------------------------------------
 
     def _pack(self, wanted: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Compress to bits and scales. `wanted` becomes the error."""
+        """Compress `wanted` to bits and scales, in place: afterwards it holds the compression error."""
         if not len(wanted):
             return wanted.new_empty(0, dtype=torch.uint8), wanted.new_zeros(len(ends))
         packed, scales = operators(wanted.device).sign_pack(None, wanted, ends, self.l1)

@@ -49,7 +49,7 @@ class CallCheck:
 
     @staticmethod
     def _keys(number: int, call: str) -> tuple[str, str, str]:
-        """Return a call's keys: how many ranks make this one, how many make any, and the verdict."""
+        """Return a call's keys in the store: ranks that make this call, ranks that make any, the verdict."""
         return f"{number}/{crc32(call.encode())}", f"{number}/arrived", f"{number}/verdict"
 
     def _own_verdict(self, alike: str, arrived: str) -> str:

@@ -81,7 +81,7 @@ class PrintOnceHook:
 
 
 def _needs_no_traceback(error: BaseException) -> bool:
-    """Whether an error and its causes were raised with a message for the user, and need no traceback.
+    """Return whether an error and its causes carry messages for the user, and so need no traceback.
 
     An error from a user's function, such as a hook or a closure, needs one.
     """
@@ -127,7 +127,7 @@ def _has_printed(shared: Shared) -> bool:
 
 
 def _confirm_printed(shared: Shared) -> None:
-    """First rank: let the others end without printing, and wait until they have read it."""
+    """On the first rank: let the others end without printing, and wait until they have read it."""
     deadline = time.monotonic() + CONFIRM_S
     with suppress(Exception):
         shared.store.set("printed", "")
@@ -136,7 +136,7 @@ def _confirm_printed(shared: Shared) -> None:
 
 
 def _error_file() -> Path | None:
-    """torchrun's error file, whose text it shows at exit. None without torchrun, or if already written."""
+    """Return torchrun's error file, which it prints at exit; None without torchrun, or if already written."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name and not Path(name).exists() else None
 

@@ -33,7 +33,7 @@ class FakeTransport(BackendTransport):
     reduce_scatter = all_gather = all_reduce = all_to_all = broadcast = do_nothing
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """Multiply by the number of ranks: these have values, equal on all ranks."""
+        """Multiply the numbers by the number of ranks: they have values, equal on all ranks."""
         numbers.mul_(self.size)
 
     def gather_objects(self, mine: Any) -> list[Any]:

@@ -99,7 +99,7 @@ class HostStaging:
             self._stage(partial(self.inner.all_to_all, splits=of_piece), leaving, coming)
 
     def _step(self, size: int, fields: int = 1) -> int:
-        """Return each slice's elements in a piece, if one element of each slice takes `size` bytes."""
+        """Return the elements per slice of one piece, if one element of each slice takes `size` bytes."""
         return max(1, (self.staging - fields * ALIGNMENT) // size)
 
     def _stage(self, exchange: Callable[..., object], *fields: Sequence[StagedPart]) -> None:

@@ -59,7 +59,7 @@ class _HostLane:
     """A lane of a device without streams, where work is done when the call that does it returns."""
 
     def producer(self) -> Any:
-        """None: no work is queued."""
+        """Return None: no work is queued."""
         return None
 
     def order(self, earlier: Any, later: Any) -> None:

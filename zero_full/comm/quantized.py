@@ -83,7 +83,7 @@ class QuantizedGather:
         operators(whole.device).dequantize_blocks(sent[..., :size], targets, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
-        """Return an all-gather by this one for 32- and 16-bit floats, and by `exactly` for other types."""
+        """Return an all-gather that quantizes 32- and 16-bit floats and calls `exactly` for other types."""
 
         def all_gather(whole: Tensor, what: str) -> None:
             (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)

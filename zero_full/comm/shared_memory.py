@@ -236,7 +236,7 @@ class SpinBarrier:
         self.entered = 0  # barriers, by this rank
 
     def __call__(self, call: Call) -> None:
-        """Wait until every rank has come as often as this one; DesyncError if one makes another call."""
+        """Wait until every rank has arrived as often as this one; DesyncError if one makes another call."""
         self.entered = entered = self.entered + 1
         checksum, odd = crc32(repr(call).encode()), entered & 1
         self.checksums[self.rank][odd] = checksum
@@ -257,7 +257,7 @@ class SpinBarrier:
         return [rank for rank, theirs in self.others.items() if theirs.value > self.entered]
 
     def _wait_for(self, rank: int, theirs: ctypes.c_int64) -> None:
-        """Sleep until a rank comes. Raise RuntimeError if it has ended or left, or after the timeout."""
+        """Sleep until a rank arrives. Raise RuntimeError if it has ended or left, or after the timeout."""
         started = time.monotonic()
         while True:
             waited = time.monotonic() - started

@@ -48,7 +48,7 @@ def fresh_prefix(store: Any, rank: int, ranks: int) -> Any:
 
 
 def _answer(prefix: Any, name: str, ranks: int) -> None:
-    """Send every other rank the name of the part, on rank 0, until all have confirmed it."""
+    """On rank 0: send the part's name to every other rank, until all have confirmed it."""
     waiting, questions = set(range(1, ranks)), dict[int, bytes]()
     deadline = time.monotonic() + prefix.timeout.total_seconds()
     while waiting:

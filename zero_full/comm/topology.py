@@ -44,7 +44,7 @@ def marked_as_split(name: str, parameter: Parameter) -> bool:
 
 
 def no_copy(name: str, parameter: object = None) -> bool:
-    """Return whether another pipeline stage owns a tied parameter or buffer: by default, none does."""
+    """Return False: the default of `Topology.is_copy`, for runs without tied layers in a pipeline."""
     return False
 
 
@@ -120,7 +120,7 @@ class Topology:
         return [group for group in (self.tensor, self.pipe) if group is not None]
 
     def with_sub_groups(self, size: int) -> "Topology":
-        """Copy of this topology, with shard groups of `size` neighbouring ranks (`mics_shard_size`)."""
+        """Return a copy with shard groups of `size` neighbouring ranks (`mics_shard_size`)."""
         shard, replicate = self.sub_groups(size, "mics_shard_size")
         return replace(self, shard=shard, replicate=replicate, opened=(*self.opened, shard, replicate))
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective that is about to be made."""
+    """A collective that is about to run."""
 
     by: object  # the communicator
     number: int  # of the communicator's calls before this one
@@ -41,7 +41,7 @@ class Traffic:
             self.sent[kind] += sent
 
     def total(self) -> int:
-        """Sum of the bytes of all kinds."""
+        """Return the sum of the bytes of all kinds."""
         return sum(self.sent.values())
 
     def clear(self) -> None:

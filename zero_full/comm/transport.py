@@ -44,7 +44,7 @@ class Splits:
 
 
 def describe_call(call: Call) -> str:
-    """Return a collective as errors name it, in text that is equal on every rank that makes it."""
+    """Return the text for a collective in errors. It is equal on every rank that makes the call."""
     kind, what, numel, dtype = call
     return f"{kind} of {what}: {numel} x {str(dtype).removeprefix('torch.')}"
 

@@ -31,7 +31,7 @@ class LocalBlock:
         return self.shape[self.dim] * self.stride
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the flattened whole tensor of a range of the flattened block, in order."""
+        """Yield the ranges of the flattened whole tensor that a range of the block covers, in order."""
         while start < stop:
             number, inside = divmod(start, self.row)
             count = min(self.row - inside, stop - start)

@@ -89,5 +89,5 @@ class FlatLayout:
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """Return the next multiple, for sizes and offsets."""
+    """Round a size or an offset up to the next multiple."""
     return -(-number // multiple) * multiple

@@ -121,7 +121,7 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def _register(cudart: Any, pointer: int, size: int, whole: int) -> str:
-    """Register a chunk, and return what was wrong, or ""."""
+    """Page-lock a chunk, and return the error message, or ""."""
     error = int(cudart.cudaHostRegister(pointer, size, PORTABLE))
     if not error:
         return ""
@@ -149,7 +149,7 @@ def _memlock_limit() -> str:
 
 
 def _unregister(cudart: Any, pointers: list[int], memory: mmap.mmap | None) -> None:
-    """End the registrations. The argument `memory` keeps the pages until then."""
+    """End the page-locking. The argument `memory` keeps the pages alive until then."""
     if pointers:
         torch.cuda.synchronize()  # copies may be in flight
     while pointers:

@@ -17,7 +17,7 @@ ROOT = Path("/")
 
 
 class CgroupFiles(NamedTuple):
-    """The files of one version of control groups about memory."""
+    """Names of the memory files in one version of control groups."""
 
     base: str
     limit: str

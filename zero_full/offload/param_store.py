@@ -148,7 +148,7 @@ class ParamStore(Storage):
         return self
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """Return the names in reports of slices of these sizes, in this order."""
+        """Return the names by which reports call slices of these sizes, in this order."""
         return [ParamSlice.kind] * len(numels)
 
     def add(self, values: Tensor) -> ParamSlice:
@@ -171,14 +171,14 @@ class MemoryFirstStore(ParamStore):
         self.left, self.in_memory = memory_numel, in_memory
 
     def of(self, numel: int) -> ParamStore:
-        """Return the store in memory until it is full, then this one."""
+        """Return the store in memory until it is full, then the one on the disk."""
         if numel > self.left:
             return self
         self.left -= numel
         return self.in_memory
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """Return the names in reports: "disk" for slices that do not fit in memory."""
+        """Return the names by which reports call slices: "disk" for those that do not fit in memory."""
         left, found = self.left, []
         for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
             found.append("disk" if numel > left else in_memory)
@@ -197,7 +197,7 @@ class HostParamStore(ParamStore):
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """Return the names in reports: "host" for all slices."""
+        """Return the names by which reports call slices: "host" for all."""
         return [HostParamSlice.kind] * len(numels)
 
     def add(self, values: Tensor) -> ParamSlice:

@@ -9,7 +9,7 @@ log = logging.getLogger("zero_full")
 
 
 class Storage:
-    """Base of tiers and parameter stores. These values are of one that uses no disk."""
+    """Base of tiers and parameter stores. Its attributes are those of a store that uses no disk."""
 
     disk_id = ""  # the disk of this host that it uses, while it is open
     advice = ""  # a hint for the user about this choice

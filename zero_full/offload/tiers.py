@@ -53,7 +53,7 @@ class Tier(Storage, ABC):
         return self
 
     def held(self) -> Sequence[Tensor]:
-        """Return the host buffers of the tier, beside those allocations."""
+        """Return the tier's own host buffers, without the memory that `allocate` returned."""
         return []
 
     def param_store(self, device: torch.device) -> ParamStore:
@@ -66,12 +66,12 @@ class Tier(Storage, ABC):
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the device, or its copy, where state is stepped."""
+        """Return a device tensor on the device where state is stepped: itself, or a copy."""
 
     def load_parts(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
     ) -> Generator[Sequence[Owned]]:
-        """Yield each part when its state is in memory. `tensors_of`: the tensors of a slice to be stored."""
+        """Yield each part when its state is in memory. `tensors_of` lists the tensors of a slice to store."""
         yield from parts
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
@@ -156,7 +156,7 @@ class HostTier(Tier):
 
 @dataclass(frozen=True)
 class OpenHostTier(HostTier):
-    """A `HostTier` in a run, whose arena has the regions that were announced to `open`."""
+    """A `HostTier` in a run. Its arena has the regions that were announced to `open`."""
 
     arena: Arena = field(kw_only=True)
 

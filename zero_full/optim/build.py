@@ -50,7 +50,7 @@ FUSED_ON = {
 def build_optimizer(
     type: str, params: Mapping[str, Any], groups: list[dict[str, Any]], model: nn.Module | None = None
 ) -> Optimizer:
-    """Build the optimizer of that name (in any case) over `groups`, whose own options win over `params`.
+    """Build the optimizer with this name, in any case. Options of `groups` take precedence over `params`.
 
     `model`: the model with the parameters, from which Muon learns which of them are hidden matrices.
     """

@@ -1,4 +1,4 @@
-"""Which optimizers may step on flat pieces of parameters.
+"""Check whether an optimizer may step on flat pieces of parameters.
 
 A rank holds a range of a flat buffer: pieces of tensors, cut anywhere, in one dimension. An elementwise
 update is the same on pieces. One that uses rows, columns, norms or products would silently compute something

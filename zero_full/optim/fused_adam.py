@@ -124,7 +124,7 @@ def warn_if_second_moments_stall(base: Optimizer, dtypes: Dtypes) -> None:
 
 
 class FusedAdamStep(Stepper):
-    """Steps pieces by the fused operator, in the place of a torch Adam or AdamW."""
+    """Steps pieces by the fused operator, instead of by the `step` of a torch Adam or AdamW."""
 
     fuses = adopts = is_alone = True
     takes_parts: bool = True
@@ -141,7 +141,7 @@ class FusedAdamStep(Stepper):
         warn_if_second_moments_stall(base, dtypes)
 
     def takes(self, kinds: Collection[Kind]) -> bool:
-        """Return whether to step these kinds of masters here, and not by torch's own step.
+        """Return whether this stepper, and not torch's own step, steps masters of these kinds.
 
         This is asked before each step, because the groups' options may have been edited. torch's step is as
         good where moments have the master's dtype and this device has no compiled operators.

@@ -185,7 +185,7 @@ class OneBitStep(Stepper):
         self.layout, self.peers = BufferLayout(pieces), peers
 
     def unfreeze_obstacle(self) -> str:
-        """Return the reason in every phase but the first."""
+        """Return why a parameter cannot be unfrozen after the first phase; "" during it."""
         if self.steps >= self.warmup_steps:
             return (
                 f"{self.name} has frozen the variance after {self.warmup_steps} steps, so the parameter "
@@ -202,7 +202,7 @@ class OneBitStep(Stepper):
         return self.steps < self.warmup_steps
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Warm-up steps and steps with a one-bit average, for plans."""
+        """Return the kinds of steps, for plans: warm-up, and with a one-bit average."""
         starts = {"warm-up": 0, "momentum at one bit": self.warmup_steps}
         return {name: partial(setattr, self, "steps", steps) for name, steps in starts.items()}
 

@@ -202,7 +202,7 @@ def _update_fresh_variance(state: State, group: Options, momentum: Tensor) -> No
 
 
 def _adam_update(state: State, group: Options) -> Tensor:
-    """Adam's part of the update, without weight decay."""
+    """Return Adam's part of the update, without weight decay."""
     update: Tensor = state["exp_avg"] / root_with_eps(state["exp_avg_sq"].clone(), group)
     return update.float()
 

@@ -279,7 +279,7 @@ class OneCycle(Schedule):
         return [low / self._decay(it, self.decay_lr_rate) for low, _ in self.lrs]
 
     def mom_at(self, it: int) -> list[float]:
-        """Beta1 of each group: the inverted cycle, then the upper end times a growing factor."""
+        """Return beta1 of each group: the inverted cycle, then the upper end times a growing factor."""
         if it < 0:
             return [low for low, _ in self.moms]
         if it < self.first + self.second:

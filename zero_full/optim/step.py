@@ -70,7 +70,7 @@ class Piece:
 
     @property
     def whole(self) -> Whole:
-        """The parameter that this is a piece of."""
+        """The identity of the parameter that this piece belongs to."""
         return Whole(self.name, self.shape, self.group)
 
 
@@ -245,11 +245,11 @@ class Stepper:
         """Continue from a saved `state_dict`."""
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Return each kind of step of a run, with a function that puts the rule there. For plans."""
+        """Return the kinds of steps of a run, for plans, each with a function that puts the rule into it."""
         return {}
 
     def with_these_options(self) -> "Stepper":
-        """Copy this rule with the groups' present options, which later edits do not change. If `is_alone`."""
+        """If `is_alone`: copy this rule with the groups' present options, which later edits do not change."""
         raise NotImplementedError
 
     # State that differs between ranks: see [Note: a rank's own state] ----------------------------

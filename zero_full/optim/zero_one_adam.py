@@ -182,7 +182,7 @@ class ShardedVariance:
         return self.roots[start:stop].view(piece.master.shape).float()
 
     def load(self, whole: Mapping[Piece, Tensor], corrected: Corrected) -> None:
-        """Take this rank's shard of these variances. Those of other pieces become zero."""
+        """Load this rank's shard of the variance. Pieces that are not in `whole` get zeros."""
         self.values.zero_()
         self.roots.zero_()
         for piece, first, values in self.shards():
@@ -215,7 +215,7 @@ class ZeroOneAdamStep(OneBitStep):
             self.sharded = ShardedVariance(self.layout, peers)
 
     def unfreeze_obstacle(self) -> str:
-        """Return the reason of the base class; at stage 1 also one from the first step on."""
+        """Return why a parameter cannot be unfrozen; at stage 1 it never can after the first step."""
         reason = super().unfreeze_obstacle()
         if not reason and self.sharded is not None and any(map(self.state_of, self.layout.pieces)):
             reason = f"at stage 1 the variance is sharded, and has no place for the parameter. {NEW_RUN}"

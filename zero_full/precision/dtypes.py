@@ -14,7 +14,7 @@ NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes that a run was asked for.
+    """The dtypes that were chosen for a run.
 
     `parameter` None: the model's own dtypes. `reduce` None: the dtype of the gradients.
     """
