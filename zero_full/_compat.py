@@ -32,7 +32,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @contextmanager
 def without_fake_tensor_log() -> Iterator[None]:
-    """Within the context, torch does not log the traceback of an operation that fails on fake tensors.
+    """Keep torch from logging, within the context, tracebacks of operations that fail on fake tensors.
 
     The operation raises the same error.
     """
@@ -68,7 +68,7 @@ identity_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def instance_of(kind: type[Any], tensor: Tensor) -> Any:
-    """Make a `kind` that shares the tensor's memory. `as_subclass` would call `__torch_function__`."""
+    """View the tensor as an instance of the class `kind`. `as_subclass` would call `__torch_function__`."""
     return Tensor._make_subclass(kind, tensor)
 
 
@@ -81,7 +81,7 @@ class ParameterCandidate(Tensor):
     """
 
     def is_parameter(self) -> bool:
-        """Return whether this is a parameter."""
+        """Return whether this tensor is a parameter."""
         raise NotImplementedError
 
     def become_parameter(self, kind: type[nn.Parameter]) -> None:
@@ -247,7 +247,7 @@ OPT_CALLED = "_opt_called"  # optimizer attribute, True after a step; LR schedul
 
 
 def is_wrapped_by_schedule(step: Any) -> bool:
-    """Return whether this is an optimizer's `step` as wrapped by an LR scheduler to count calls."""
+    """Return whether this function is an optimizer's `step`, wrapped by an LR scheduler to count calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 

@@ -45,7 +45,7 @@ def counted(number: int, what: str) -> str:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     parts = re.split("([0-9]+)", name)
     return [(len(part.lstrip("0")) if place % 2 else 0, part) for place, part in enumerate(parts)]
 

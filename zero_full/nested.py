@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class Leaf:
-    """Base of dataclasses that are leaves."""
+    """Base of dataclasses that count as leaves, as their fields are not searched."""
 
 
 def mapped(function: Callable[[Any], Any], tree: Any, _around: tuple[int, ...] = ()) -> Any:
-    """Return the nest with every leaf replaced by `function(leaf)`.
+    """Return the nested value with every leaf replaced by `function(leaf)`.
 
     A nest in which no leaf changes is returned itself, not a copy: writing to it writes to the caller's.
     """
@@ -57,7 +57,7 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the nest's (key, value) pairs; None for a leaf."""
+    """Return a nested value's (key, value) pairs; None for a leaf."""
     if isinstance(tree, Tensor):
         return None
     if isinstance(tree, (tuple, list)):
@@ -72,7 +72,7 @@ def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _with(tree: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of the nest with the values of `changed` at its keys."""
+    """Return a copy of a nested value with the values of `changed` at its keys."""
     if isinstance(tree, (tuple, list)):
         values = [changed.get(place, value) for place, value in enumerate(tree)]
         return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)

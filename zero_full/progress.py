@@ -32,7 +32,7 @@ class TerminalLine:
 
 
 class StatusLine(TerminalLine):
-    """A line on a terminal with what a command is doing. Elsewhere it prints nothing."""
+    """A line on a terminal that tells what a command is doing. Without a terminal nothing is printed."""
 
     def show(self, text: str) -> None:
         """Replace the line."""

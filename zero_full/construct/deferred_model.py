@@ -43,7 +43,7 @@ Deliver = Callable[[str, Tensor], None]  # receives a name and its values
 
 
 class Deferred:
-    """The parameters and buffers of a model of which some may have no values yet.
+    """The parameters and buffers of a model. Some may be recorded, and have no values yet.
 
     Creating this object moves the recorded ones to the device, where they take no memory. They stay the same
     objects, as an optimizer may hold them already. If `initialize` fails, this is undone.

@@ -129,7 +129,7 @@ def _fingerprint(tensor: Tensor) -> Any:
 
 
 class _CopiesFromFiles(TorchFunctionMode):
-    """Note the mapped tensors from which parameters are copied, as `load_state_dict` does."""
+    """Torch function mode that notes the mapped tensors from which `load_state_dict` copies."""
 
     def __init__(self, records: dict[Tensor, Record]) -> None:
         super().__init__()

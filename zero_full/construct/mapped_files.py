@@ -27,7 +27,7 @@ CHANGED = re.compile(r"(Anonymous|Swap): +[1-9]")
 
 @dataclass(frozen=True)
 class Mapping:
-    """A range of this process's memory that is a file."""
+    """A range of this process's memory that is mapped from a file."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files that are mapped now. Tensors to look up must have existed before, and exist still."""
+    """The files that this process has mapped. Look up only tensors that are older than this object."""
 
     def __init__(self, only_unchanged: bool = False) -> None:
         found: list[Mapping | None] = []
@@ -58,7 +58,7 @@ class MappedFiles:
         return self._mapping_of(tensor) is not None
 
     def identity(self, tensor: Tensor) -> str | None:
-        """Describe the bytes of a file that the tensor is, by host, file, position and form, or return None.
+        """Return a tensor's place in a mapped file: host, file, position and form; None if it is in no file.
 
         Equal descriptions are equal values, if the mappings are unchanged.
         """

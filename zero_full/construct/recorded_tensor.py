@@ -125,7 +125,7 @@ class Recorded(ParameterCandidate):
         return recorded._record.recorder.run(func, args, kwargs)
 
     def is_parameter(self) -> bool:
-        """Return whether this is a parameter."""
+        """Return whether this tensor is a parameter."""
         return self._record.kind is not None
 
     def become_parameter(self, kind: type[Parameter]) -> None:
@@ -136,7 +136,10 @@ class Recorded(ParameterCandidate):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             if not self.is_leaf:
-                raise RuntimeError(f"{self._record.name}: only graph leaves can be deep-copied")
+                raise RuntimeError(
+                    f"{self._record.name} is the result of an operation, which cannot be deep-copied. Copy "
+                    "its detach()"
+                )
             with torch.no_grad():
                 copied = self.detach().clone()
             if self._record.kind is not None:

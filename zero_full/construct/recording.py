@@ -211,7 +211,10 @@ class Recording:
         if value is None:
             names = self.names.matching(lambda twin: twin is tensor)
             what = ", ".join(names) or f"a tensor of shape {tuple(tensor.shape)}"
-            raise ValueError(f"{what} has no values: the operation that made it was not recorded.")
+            raise ValueError(
+                f"{what} has no values: the operation that made it was not recorded. Make it inside "
+                "zero_full.Init, or after initialize."
+            )
         return value
 
     def is_empty(self, tensor: Tensor) -> bool:

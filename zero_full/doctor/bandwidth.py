@@ -78,7 +78,10 @@ def _room(directory: Path, piece: int) -> int:
     found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
     if free < 2 * piece:
-        raise MeasureError(f"{directory} has {human(free)} free, and at least {human(2 * piece)} are needed")
+        raise MeasureError(
+            f"{directory} has {human(free)} free, and at least {human(2 * piece)} are needed. Pass another "
+            "directory"
+        )
     return min(MAX_PIECES, free // 2 // piece)
 
 

@@ -81,14 +81,14 @@ class CurrentAccelerator:
         return dist.get_default_backend_for_device(self.type)
 
     def synchronize(self, index: int | None = None) -> None:
-        """Wait for all operations of a device. Those of the CPU have ended."""
+        """Wait for all operations of a device. Operations of the CPU have ended already."""
         if self.is_available():
             torch.accelerator.synchronize(index)
 
     # Random numbers -----------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
-        """Return the module `torch.random`, whose functions serve every device."""
+        """Return the module `torch.random`, which has the functions for every device."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
@@ -132,7 +132,7 @@ class CurrentAccelerator:
         return peak_memory(torch.device("cpu")) or 0
 
     def reset_peak_memory_stats(self, index: int | None = None) -> None:
-        """Start a new peak. The CPU's stays."""
+        """Reset a device's peak of memory. The CPU's peak stays."""
         if self.is_available():
             torch.accelerator.reset_peak_memory_stats(index)
 

@@ -80,7 +80,7 @@ SCHEDULE_NOT_STEPPED = (
 
 
 class Engine(DeepSpeedQueries):
-    """Trains a module, sharded. Attributes that the engine does not have are the module's.
+    """Trains a module with ZeRO. Attributes that the engine lacks are looked up in the module.
 
     module               the model; its hooks gather parameters and reduce gradients
     optimizer            steps this rank's shards
@@ -586,7 +586,7 @@ class Engine(DeepSpeedQueries):
     def generation(
         self, memory: int | None = None, merge_adapters: bool = False
     ) -> AbstractContextManager[nn.Module]:
-        """Context with the module to generate with: parameters are whole, without autograd, in eval mode.
+        """Return a context for generation with the module: whole parameters, no autograd, eval mode.
 
         memory          bytes of gathered parameters to keep on this rank, at most; the other parameters are
                         gathered in each call, so that ranks must call the module equally often. None: all,
@@ -644,7 +644,7 @@ class Engine(DeepSpeedQueries):
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
     def _follow_profiler(self) -> None:
-        """Begin to make named ranges, or end."""
+        """Begin to make named ranges for a profiler that has started, or end with it."""
         self._timed = self.stopwatch.phases()
         if self._ranges is None:
             self._ranges = ProfilerRanges(self.optimizer)

@@ -21,7 +21,7 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class ForwardHooks:
-    """Registers the hooks that the run needs, on `model`; without any of the three, none.
+    """Registers the forward hooks that the options need on `model`. Without an option it registers none.
 
     scales_outputs  scale the gradients of outputs
     casts_to        the dtype for floating-point inputs; None: leave them
@@ -83,7 +83,7 @@ class ForwardHooks:
 
 
 class DdpCheck:
-    """Raises at the model's first call if DistributedDataParallel makes it and would average again."""
+    """Raises if the model's first call comes from DistributedDataParallel, which would average twice."""
 
     def __init__(self, model: nn.Module) -> None:
         self.handle = model.register_forward_pre_hook(Hook(model, self.check))

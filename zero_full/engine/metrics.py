@@ -49,7 +49,7 @@ class Metrics(TypedDict):
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a meter up to a moment."""
+    """What a meter has counted up to a point in time."""
 
     now: float  # seconds on the meter's clock
     steps: int
@@ -61,7 +61,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Means:
-    """Means of a step over a lap; None: unknown."""
+    """Means per step over a lap; None: unknown."""
 
     step_seconds: float | None = None
     samples_per_second: float | None = None
@@ -148,7 +148,7 @@ class Lap:
         self.meter, self.last = meter, meter.counts()
 
     def end(self) -> Means:
-        """Return the means since the last call that a step came before."""
+        """Return the means per step since the last call that ended a lap. Without a step, the lap goes on."""
         now, last, began = self.meter.counts(), self.last, self.meter.began
         steps, timed = now.steps - last.steps, now.timed - last.timed
         if not steps:

@@ -35,13 +35,13 @@ STOPPED = "%s has failed and stops writing: %s. Training continues. Fix the caus
 
 
 class Monitor(Protocol):
-    """Writes the metrics of steps."""
+    """Protocol of a monitor, which writes the metrics of steps."""
 
     def write(self, metrics: Metrics, tags: Mapping[str, float], at: int) -> None:
-        """Write the metrics of a step. `tags`: some of them by DeepSpeed's names. `at`: samples so far."""
+        """Write the metrics of a step. `tags`: some metrics by DeepSpeed's names. `at`: samples so far."""
 
     def close(self) -> None:
-        """Write what is left, and close the files."""
+        """Write pending metrics, and close the files."""
 
 
 class Monitors:

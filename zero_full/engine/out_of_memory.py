@@ -48,7 +48,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting to change."""
+    """A setting that would save memory."""
 
     saves: int  # estimated bytes
     text: str
@@ -72,7 +72,7 @@ class MemoryNotes:
 
     @cached_property
     def plan(self) -> tuple[Mapping[str, int], str]:
-        """The planned bytes, and why there are none. Kept, because a loop may catch errors and try again."""
+        """The planned bytes, and the reason if there are none. Computed once, as a loop may try again."""
         try:
             return self.compute_plan(), ""
         except Exception as error:  # a plan of this model may be impossible for any reason

@@ -45,14 +45,14 @@ class ProfilerRanges:
                 self.inner.collective(call, make)
 
     def close(self) -> None:
-        """Make no more ranges."""
+        """Stop making ranges."""
         self.optimizer.named_range = nullcontext
         if self.traffic.listener is self:  # else a flight recorder has begun or ended since
             self.traffic.listener = self.inner
 
 
 def ranged(phase: str, timed: Timed) -> Timed:
-    """Return a function whose context is a range, around one that `timed` makes."""
+    """Wrap `timed` so that its contexts are also ranges of the trace, named after the phase."""
     return partial(_ranged, phase, timed)
 
 

@@ -16,7 +16,7 @@ RATES = 4  # largest number of learning rates in a line
 
 
 class Reporting:
-    """Logs the progress of a run, and writes to its monitors, on the first rank. Other engines have none.
+    """Logs the progress of a run, and writes to its monitors. Only the engine of the first rank has one.
 
     device  whose peak memory a line shows
     read    returns the engine's metrics, with these means

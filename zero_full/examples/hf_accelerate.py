@@ -1,4 +1,4 @@
-"""A program of Hugging Face's Accelerate that knows nothing of zero_full.
+"""A program of Hugging Face's Accelerate that does not import zero_full.
 
     python -m zero_full.examples.hf_accelerate
     torchrun --standalone --nproc-per-node 2 -m zero_full as-deepspeed \\

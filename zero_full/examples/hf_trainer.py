@@ -1,4 +1,4 @@
-"""A program of Hugging Face's Trainer that knows nothing of zero_full.
+"""A program of Hugging Face's Trainer that does not import zero_full.
 
     python -m zero_full.examples.hf_trainer
     torchrun --standalone --nproc-per-node 2 -m zero_full as-deepspeed \\

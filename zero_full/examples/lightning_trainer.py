@@ -26,7 +26,7 @@ BATCH = 12  # samples of a step, over all ranks
 
 
 class Regression(lightning.LightningModule):
-    """A LightningModule like any other; nothing in it knows of zero_full."""
+    """A plain LightningModule, without any reference to zero_full."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class MixBlock(nn.Module):
         self.norm, self.mix = nn.LayerNorm(width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the inputs and what this layer has made of them."""
+        """Return the inputs plus this layer's output."""
         normed = self.norm(x)
         around = torch.cat([normed, normed.mean(1, keepdim=True).expand_as(normed)], -1)
         return x + torch.tanh(self.mix(around))

@@ -38,7 +38,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of equal hosts. Sizes are in bytes; None: not given, so nothing is offloaded there."""
+    """A cluster of equal hosts. Sizes are in bytes; None: unknown, so nothing is offloaded to it."""
 
     hosts: int
     gpus: int  # per host

@@ -47,7 +47,7 @@ Stamp = tuple[int, int]  # a file's identity, which differs for another file of 
 
 
 class CompileError(BuildError):
-    """A command failed. `is_lasting`: it would fail again, as with a mistake in the source."""
+    """Raised if a compiler or linker fails. `is_lasting`: it would fail again, as the source is wrong."""
 
     def __init__(self, reason: str, is_lasting: bool) -> None:
         super().__init__(reason)
@@ -60,7 +60,10 @@ def sources() -> Path:
     for path in candidates:
         if (path / "bind_cpu.cpp").exists():
             return path
-    raise BuildError(f"the C++ sources are missing: neither {candidates[0]} nor {candidates[1]} exists")
+    raise BuildError(
+        f"the C++ sources are missing: neither {candidates[0]} nor {candidates[1]} exists. Install zero_full "
+        "again"
+    )
 
 
 # Names: see [Note: names] --------------------------------------------------------------------------
@@ -180,7 +183,9 @@ def build(
                 _record_failure(target, error)
                 raise
     except OSError as error:
-        raise BuildError(f"{directory} cannot be written to ({error}): set ZERO_FULL_CACHE") from error
+        raise BuildError(
+            f"{directory} cannot be written to ({error}): set ZERO_FULL_CACHE to another directory"
+        ) from error
     return target
 
 

@@ -329,7 +329,7 @@ class Transfer:
                 del self._tensor
 
     def _close(self, failure: Failure) -> Failure:
-        """Close the files, and return the failure, or that of closing."""
+        """Close the files. Returns the transfer's failure, or else that of closing."""
         if not self._opened.buffered.closed:
             self._file_size = os.fstat(self._opened.buffered.fileno()).st_size
         try:

@@ -27,7 +27,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class NotTrustedError(BuildError):
-    """Other users may have written the library. See [Note: trust]."""
+    """Raised if other users may have written the library. See [Note: trust]."""
 
 
 def check_platform() -> None:

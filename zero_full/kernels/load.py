@@ -29,7 +29,7 @@ CHOICES = ("auto", "all", "off")
 
 
 class DoesNotRunError(BuildError):
-    """An existing library does not run on this device. See [Note: CUDA]."""
+    """Raised if an existing library does not run on this device. See [Note: CUDA]."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def lamb_norms(
     eps_inside_sqrt: bool,
     factor: float,
 ) -> Tensor:
-    """LAMB's first half: update moments, and return the squared norms of each tensor and of its update.
+    """Run LAMB's first half: update moments; return the squared norms of each tensor and of its update.
 
     If tensors are shards, the caller sums these over all shards of a tensor before `lamb_step`.
     """
@@ -185,7 +185,7 @@ def lamb_step(
     min_trust: float,
     max_trust: float,
 ) -> None:
-    """LAMB's second half: a step of `lr` times the trust ratio, each tensor's norm over its update's.
+    """Run LAMB's second half: step by `lr` times the trust ratio, each tensor's norm over its update's.
 
     The ratio is clamped to the bounds, and is 1 if either norm is zero.
     """
@@ -216,7 +216,7 @@ def _wide(p: Tensor) -> torch.dtype:
 
 
 def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-    """Multiply in place; return the sum of squares in fp64, and the first non-finite index or -1.
+    """Multiply gradients in place; return their sum of squares in fp64, the first non-finite index or -1.
 
     The index counts the elements of all tensors.
     """
@@ -279,7 +279,7 @@ def _scale(piece: Tensor, l1: bool) -> Tensor:
 
 
 def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
-    """Expand scales to elements; 0 behind the last end."""
+    """Expand scales to one number per element; 0 behind the last end."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     return torch.nn.functional.pad(scales.repeat_interleave(sizes), (0, numel - int(ends[-1])))
 

@@ -19,7 +19,7 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # further options 
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built: the reason, and a remedy."""
+    """Raised if the library cannot be built. The message has the reason and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Toolchain:
 
 
 def toolchain(part: str) -> Toolchain:
-    """Return the compilers of a part: $CXX, else the usual names; nvcc of $CUDA_HOME, else of the path."""
+    """Return the compilers of a part: $CXX, else the usual names; nvcc from $CUDA_HOME or from $PATH."""
     chosen = os.environ.get("CXX")
     cxx = _first_that_works([chosen] if chosen else ["c++", "g++", "clang++"])
     if cxx is None:

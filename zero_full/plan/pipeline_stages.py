@@ -271,7 +271,7 @@ def part_of(
 
 
 def _is_here(module: PipelineModule, stage: int) -> bool:
-    """Return whether this place has the stage, if there is one of this number."""
+    """Return whether this place has the stage. It has none of a number out of range."""
     return stage in module.stages
 
 
@@ -282,7 +282,7 @@ def _sent(module: PipelineModule, stages: Sequence[StageBytes], stage: int) -> i
 
 
 def _received(name: str, module: PipelineModule, stages: Sequence[StageBytes], stage: int) -> int:
-    """Return the bytes of one micro-batch that stay from batch to batch. See [Note: what torch holds]."""
+    """Return the bytes of one micro-batch that are kept from batch to batch: see [Note: what torch holds]."""
     return stages[stage].taken + stages[stage].given + _gradients_kept(name, module, stages, stage)
 
 

@@ -113,7 +113,9 @@ def _plan_pipeline(
     from zero_full.plan import pipeline_stages as stages_of  # plans of other models need no pipelining
 
     if cluster.tensor is not None or cluster.experts is not None:
-        raise PlanError("tensor parallelism and experts are not supported inside a pipeline stage")
+        raise PlanError(
+            "tensor parallelism and experts are not supported inside a pipeline stage. Plan one of them alone"
+        )
     try:
         places = stages_of.places_of(model, pipe, resolved.config)
     except ConfigError:

@@ -49,7 +49,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """The part of a rank in its pipeline: what it has, and its time in a batch."""
+    """One rank's part of a pipeline: its stages, and its time in a batch."""
 
     place: int
     ranks: int  # of the pipeline

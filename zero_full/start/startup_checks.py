@@ -101,7 +101,7 @@ class StartupBarrier:
                     f"rank {rank}: did not come within {timeout_s:g} s; last seen at no call yet"
                     for rank in absent
                 ]
-                raise DesyncError("\n  ".join(["the ranks part ways at initialize:", *lines]))
+                raise DesyncError("\n  ".join(["not every rank has called initialize:", *lines]))
             time.sleep(POLL_S)
 
 
@@ -146,7 +146,7 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
 
 
 def _ranks_with(text: str, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that failed with this text. Ranks that did not fail raise the first text, too."""
+    """Return the ranks that failed with this text. Ranks without a failure raise the first text as well."""
     alike = [rank for rank in failures if failures[rank] == text]
     is_first = text == next(iter(failures.values()))
     return alike + [rank for rank in ranks if rank not in failures and is_first]

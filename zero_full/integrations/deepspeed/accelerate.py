@@ -1,4 +1,4 @@
-"""Two changes of accelerate in this process, made when it is imported, and a look at versions.
+"""Adapt accelerate, when this process imports it, in two functions; report versions that were not tested.
 
 Without an accelerator, accelerate chooses no backend for a DeepSpeed run, and then every rank sees one
 process only. So `PartialState` gets gloo. And `Accelerator(cpu=True)` ignores a DeepSpeed plugin without a

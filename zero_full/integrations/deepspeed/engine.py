@@ -31,7 +31,7 @@ GATHER_16_BIT = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp1
 
 
 class DeepSpeedEngine(nn.Module):
-    """The facade. `module` is the model; other names, methods too, are those of zero_full's engine."""
+    """Facade: a module around zero_full's engine. Attributes other than `module` are the engine's."""
 
     module: nn.Module
 
@@ -135,7 +135,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 def _drop(whole: Tensor) -> None:
-    """Keep nothing of a gathered tensor."""
+    """Drop a gathered tensor, on ranks that keep none."""
 
 
 class Held:
@@ -170,7 +170,7 @@ def _release(model: nn.Module | None) -> None:
 
 
 class GenerationHooks:
-    """Stand-in for DeepSpeed's `optimizer.parameter_offload` at stage 3, whose hooks TRL removes to generate.
+    """Stand-in for DeepSpeed's `optimizer.parameter_offload` at stage 3. TRL removes its hooks to generate.
 
     zero_full's hooks can stay: inside GatheredParameters they find everything gathered and send nothing. So
     the lists of hooks are empty, and adding them again does nothing.
@@ -197,7 +197,7 @@ def add_parameter_offload() -> None:
 
 
 class _NoParameters(nn.Module):
-    """A module without parameters: TRL clears a list of DeepSpeed's on each."""
+    """A module without parameters, because TRL clears an attribute of DeepSpeed's on every parameter."""
 
     def ds_external_parameters(self) -> Iterable[Any]:
         """Return nothing."""

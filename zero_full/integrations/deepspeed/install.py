@@ -26,7 +26,7 @@ LOOKED = ("accelerate", "transformers.trainer", "transformers.integrations.deeps
 
 
 class StandIn(ModuleType):
-    """A module of DeepSpeed's name, with the names that zero_full has."""
+    """Module that stands in for one of DeepSpeed's, with the names that zero_full has."""
 
     def __init__(self, name: str, names: dict[str, Any]) -> None:
         super().__init__(name, f"zero_full stands in for {name} of DeepSpeed {VERSION} in this process.")
@@ -63,7 +63,7 @@ class DeepSpeedDistribution(Distribution):
 
 
 class Finder(DistributionFinder):
-    """Finds the distribution, raises for missing submodules, and adapts accelerate."""
+    """Import finder: finds the distribution, raises for missing submodules, and adapts accelerate."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None or the spec of accelerate's module; raise for a missing module of DeepSpeed."""
@@ -114,7 +114,7 @@ def install() -> None:
 
 
 def _check_absent() -> None:
-    """Raise ImportError if DeepSpeed is there, or if libraries have found that it is not."""
+    """Raise ImportError if DeepSpeed is installed or imported, or if a library has looked for it already."""
     if NAME in sys.modules:
         raise ImportError(
             f"{NAME} is imported already. Call zero_full.integrations.deepspeed.install() before, or start "

@@ -15,7 +15,7 @@ from zero_full.shard.group.registry import owner_of
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter's values are on this rank."""
+    """State of a parameter at stage 3: whether its values are gathered on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -40,7 +40,7 @@ def _run(target: list[str], is_module: bool) -> int:
 
 
 def _be_a_rank() -> None:
-    """Without a launcher, set its variables for one rank, as transformers expects at stage 3."""
+    """Set the variables of a launcher with one rank, if there is no launcher: transformers expects them."""
     if read_launcher(os.environ) is None:
         with socket.socket() as asked:
             asked.bind((LOCALHOST, 0))

@@ -55,7 +55,7 @@ def make_engines(
 
 
 def without_sync(engines: Sequence[Engine], stage: int) -> AbstractContextManager[Any]:
-    """Return a context for backward passes whose gradients stay on this rank, until a later pass.
+    """Return a context for backward passes that keep their gradients on this rank until a later pass.
 
     From stage 2 on it has no effect: whole gradients would cost the memory that these stages save.
     """

@@ -121,7 +121,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Let the next step clip the gradients to `max_norm`, and return their norm before.
+        """Let the next step clip the gradients to `max_norm`, and return their norm before clipping.
 
         After an earlier call for the same step that is the norm that they will have after its clipping.
         """

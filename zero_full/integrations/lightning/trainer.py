@@ -77,7 +77,7 @@ class ZeroStrategy(Arguments, DDPStrategy):
 
     @property
     def _layer_sync(self) -> Any:
-        """Lightning's conversion of BatchNorm layers: none."""
+        """Lightning's plugin that converts BatchNorm layers: None, as no layer is converted."""
         return None
 
     @_layer_sync.setter
