@@ -24,7 +24,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import Net, data
 from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
 from zero_full.errors import CopyError, DisagreementError
-from zero_full.offload import Flow, HostTier
+from zero_full.offload import CopyThreads, HostTier
 from zero_full.offload.host_device_copies import UNDER_WAY, HostGradientSlice
 from zero_full.optim.fused_adam import FusedAdamStep
 from zero_full.shard.group.checksum import fingerprint
@@ -138,7 +138,7 @@ def copied(comm: Any, stage: int, precision: str, micro: int) -> tuple[dict[str,
     """Bytes that were copied in a third step, as counted where copies are made, and by the ledger."""
     with slow_copies() as copies:
         engine = engine_of(stage, **KEYS[precision] | {"gradient_accumulation_steps": micro})
-        ledger = engine.optimizer.parts.flow.copied
+        ledger = engine.optimizer.parts.copy_threads.copied
         for step in range(3):
             copies.done.clear()
             ledger.clear()
@@ -224,7 +224,7 @@ def interrupted(comm: Any, stage: int) -> list[str]:
             engine.backward(loss)
         handle.remove()
         engine.optimizer.zero_grad()
-        assert not engine.optimizer.parts.flow.under_way
+        assert not engine.optimizer.parts.copy_threads.under_way
         engine.backward(engine(data(1, 0, comm.rank)))
         engine.destroy()
         made = len(copies.done)
@@ -248,7 +248,7 @@ def test_an_engine_that_nobody_holds_is_freed_with_what_copies(stage: int) -> No
     def traces() -> list["weakref.ref[Any]"]:
         engine = engine_of(stage, gradient_accumulation_steps=2)
         one_step(engine, 0, 0)
-        return [weakref.ref(each) for each in (engine.optimizer, engine.optimizer.parts.flow)]
+        return [weakref.ref(each) for each in (engine.optimizer, engine.optimizer.parts.copy_threads)]
 
     with slow_copies(SLOW):
         found = traces()
@@ -287,46 +287,46 @@ def wait_for(event: threading.Event) -> None:
     event.wait(10)
 
 
-def flow_with(copies: Copies) -> Flow:
+def copy_threads_with(copies: Copies) -> CopyThreads:
     """One that makes such copies."""
     device = torch.device("cpu")
     made = HostTier().allocate, device, (SlowCopier(copies, "down"), SlowCopier(copies, "up")), True
-    return Flow(*made)
+    return CopyThreads(*made)
 
 
 def test_staging_memory_is_not_written_while_it_is_still_added_from() -> None:
-    flow, blocked = flow_with(Copies()), threading.Event()
-    slice_ = HostGradientSlice(flow, "x", 4, torch.float32)
+    copy_threads, blocked = copy_threads_with(Copies()), threading.Event()
+    slice_ = HostGradientSlice(copy_threads, "x", 4, torch.float32)
     slice_.memory.zero_()
-    flow.on_host.submit(partial(wait_for, blocked), [], [])
+    copy_threads.on_host.submit(partial(wait_for, blocked), [], [])
     for number in range(1, 5):
         slice_.receive(torch.full((4,), float(number)), adds=True, last=number == 4)
     time.sleep(0.05)
     blocked.set()
     assert slice_.arrived().tolist() == [10.0] * 4
     assert slice_.squared() == 400.0
-    flow.close()
+    copy_threads.close()
 
 
 def test_what_is_forgotten_does_not_arrive_later() -> None:
-    flow = flow_with(Copies(1e-3))
-    slice_ = HostGradientSlice(flow, "x", 4, torch.float32)
+    copy_threads = copy_threads_with(Copies(1e-3))
+    slice_ = HostGradientSlice(copy_threads, "x", 4, torch.float32)
     slice_.receive(torch.ones(4), adds=False, last=True)
     slice_.forget()
     assert slice_.zero().tolist() == [0.0] * 4
     assert slice_.squared() == 0.0
-    flow.close()
+    copy_threads.close()
 
 
 def test_few_slices_of_the_device_wait_for_their_copies() -> None:
-    flow = flow_with(Copies(1e-3))
-    slices = [HostGradientSlice(flow, str(number), 4, torch.float32) for number in range(4)]
+    copy_threads = copy_threads_with(Copies(1e-3))
+    slices = [HostGradientSlice(copy_threads, str(number), 4, torch.float32) for number in range(4)]
     for slice_ in slices:
-        flow.wait_for_turn()
+        copy_threads.wait_for_turn()
         slice_.receive(torch.ones(4), adds=False, last=True)
-        assert len(flow.under_way) <= UNDER_WAY
-    flow.close()
-    assert not flow.under_way
+        assert len(copy_threads.under_way) <= UNDER_WAY
+    copy_threads.close()
+    assert not copy_threads.under_way
 
 
 class Streams:
@@ -395,18 +395,20 @@ def test_a_copy_is_queued_while_the_one_before_is_under_way(monkeypatch: pytest.
     streams = Streams(monkeypatch)
     copiers = HostTier().copiers(FAR)
     assert copiers is not None
-    flow = Flow(HostTier().allocate, FAR, copiers, True)
-    slices = [HostGradientSlice(flow, str(number), 4, torch.float32) for number in range(UNDER_WAY + 1)]
+    copy_threads = CopyThreads(HostTier().allocate, FAR, copiers, True)
+    slices = [
+        HostGradientSlice(copy_threads, str(number), 4, torch.float32) for number in range(UNDER_WAY + 1)
+    ]
     for number, slice_ in enumerate(slices[:UNDER_WAY], 1):
-        flow.wait_for_turn()
+        copy_threads.wait_for_turn()
         slice_.receive(torch.full((4,), float(number)), adds=False, last=True)
-    up = [flow.send_up(torch.zeros(4), torch.ones(4)) for _ in range(4)]
+    up = [copy_threads.send_up(torch.zeros(4), torch.ones(4)) for _ in range(4)]
     deadline = time.monotonic() + 20
     while streams.log.count("off") < UNDER_WAY + 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert streams.log.count("off") == streams.recorded == UNDER_WAY + 4
-    assert len(flow.under_way) == UNDER_WAY
-    late = threading.Thread(target=flow.wait_for_turn)
+    assert len(copy_threads.under_way) == UNDER_WAY
+    late = threading.Thread(target=copy_threads.wait_for_turn)
     late.start()
     late.join(0.05)
     assert late.is_alive(), "a third slice may be made while two are under way"
@@ -416,16 +418,16 @@ def test_a_copy_is_queued_while_the_one_before_is_under_way(monkeypatch: pytest.
         pending.wait()
     assert [slice_.arrived().tolist() for slice_ in slices[:UNDER_WAY]] == [[1.0] * 4, [2.0] * 4]
     assert [slice_.squared() for slice_ in slices[:UNDER_WAY]] == [4.0, 16.0]
-    flow.close()
+    copy_threads.close()
 
 
 def test_the_end_of_a_run_waits_for_parameters_that_go_up(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     copiers = HostTier().copiers(FAR)
     assert copiers is not None
-    flow = Flow(HostTier().allocate, FAR, copiers, True)
-    flow.send_up(torch.zeros(4), torch.ones(4))
-    closing = threading.Thread(target=flow.close)
+    copy_threads = CopyThreads(HostTier().allocate, FAR, copiers, True)
+    copy_threads.send_up(torch.zeros(4), torch.ones(4))
+    closing = threading.Thread(target=copy_threads.close)
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()

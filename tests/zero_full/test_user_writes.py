@@ -17,7 +17,7 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data
-from zero_full.offload import Flow
+from zero_full.offload import CopyThreads
 from zero_full.shard.group import checksum, master
 from zero_full.shard.group.checksum import column_sums
 
@@ -153,7 +153,11 @@ def broken(comm: Any, stage: int) -> tuple[str, bool]:
                 weight.data.fill_(8)
             engine.backward(engine(data(step, 0, comm.rank, torch.bfloat16)))
             fails = mock.Mock(side_effect=OSError("no cable"))
-            with mock.patch.object(Flow, "fetch", fails) if step == 2 and comm.rank == 1 else nullcontext():
+            with (
+                mock.patch.object(CopyThreads, "fetch", fails)
+                if step == 2 and comm.rank == 1
+                else nullcontext()
+            ):
                 try:
                     engine.step()
                 except RuntimeError as error:

@@ -259,6 +259,7 @@ class Communicator:
             "Usually another rank has failed first (look for the earliest error) or makes other calls "
             '(set "debug": {"check_collectives": true} in the config to see which).'
         )
+        # If no rank has ended, ranks that wait in another collective explain a timeout.
         waiting = {rank for each in list(_alive) for rank in each.awaited_by()} if not found else set()
         if waiting and reason.startswith("timed out"):
             because = (

@@ -174,10 +174,12 @@ class CompressedReduce:
         answers, server = self._server_answers(received, errors)
         self.comm.all_gather(answers.view(-1), what)
         numbers, bits = self._parsed(answers)
+        # All ranks have the same answers here, so all raise or none. The host reads nothing before.
         if not numbers.is_meta and not (finite := numbers.isfinite()).all():
             wrong = ~finite.view(-1)[self.scale_places]
             raise NotFiniteError(what, sorted(set(self.cut_tensors[wrong].tolist())))
         self._unpack(numbers, bits, out)
+        # Only now: an average that has raised can be repeated with the old errors.
         errors.worker.copy_(worker)
         errors.server.copy_(server)
 
@@ -222,7 +224,7 @@ class CompressedReduce:
         numbers = wanted.new_zeros(chunks.ranks * chunks.numbers)
         numbers.index_copy_(0, self.scale_places, scales.index_select(0, self.cut_tensors))
         rows = numbers.view(chunks.ranks, chunks.numbers)
-        rows[:, 0] = _nan_if_not_finite(aside)
+        rows[:, 0] = _nan_if_not_finite(aside)  # tells all ranks of values that are not sent
         message = torch.zeros(chunks.ranks, chunks.message, dtype=torch.uint8, device=x.device)
         self._write(message, rows, packed)
         return message, wanted
@@ -237,7 +239,7 @@ class CompressedReduce:
             operators(mean.device).sign_unpack_mean(*rows, self.own_ends, mean, True)
         packed, scales = self._pack(mean, self.own_ends)
         row = numbers.new_zeros(1, self.chunks.numbers)
-        row[:, 0] = numbers[:, 0].sum()
+        row[:, 0] = numbers[:, 0].sum()  # NaN if a worker's is
         row[:, 1 : 1 + parts] = scales
         answers = torch.zeros_like(received)
         self._write(answers[rank : rank + 1], row, packed)

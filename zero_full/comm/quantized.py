@@ -126,6 +126,7 @@ class TwoHopReduce:
         size = payload_bytes(numel, self.bits, self.block)
         sent = empty_payloads((comm.size, rows), size, total.device)
         received = torch.empty_like(sent)
+        # The slices before and behind this rank's own piece, which stays exact.
         others = [some for some in (slice(comm.rank), slice(comm.rank + 1, None)) if len(pieces[some])]
         for some in others:
             numbers = pieces[some] if pieces.dtype in QUANTIZABLE else pieces[some].float()

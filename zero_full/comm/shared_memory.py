@@ -131,7 +131,7 @@ class SharedMemory(BackendTransport):
             for rank in self.others:
                 pieces[rank] = half.received[rank][:numel]
             add_up(pieces, out[low : low + numel], divisor)
-            self.turn += 1
+            self.turn += 1  # the other half next: a slower rank may still read this one
 
     def all_gather(self, whole: Tensor) -> None:
         """Write this rank's slice into its window, and copy the others' from theirs."""
@@ -238,8 +238,9 @@ class SpinBarrier:
     def __call__(self, call: Call) -> None:
         """Wait until every rank has arrived as often as this one; DesyncError if one makes another call."""
         self.entered = entered = self.entered + 1
+        # Two places by turns: the fastest rank may be one barrier ahead of the slowest.
         checksum, odd = crc32(repr(call).encode()), entered & 1
-        self.checksums[self.rank][odd] = checksum
+        self.checksums[self.rank][odd] = checksum  # before the counter, which tells others to read it
         self.own_counter.value = entered
         for rank, theirs in self.others.items():
             spins = SPINS

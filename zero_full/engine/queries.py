@@ -61,7 +61,7 @@ class DeepSpeedQueries:
     def moved(self) -> dict[str, int]:
         """Return the bytes that offload has moved, by direction: down to the host, up, read, written."""
         parts = self.optimizer.parts
-        copied = parts.flow.copied.sent if parts.flow is not None else {}
+        copied = parts.copy_threads.copied.sent if parts.copy_threads is not None else {}
         return {**copied, **self.optimizer.settings.tier.moved(), **parts.param_store.moved()}
 
     @property

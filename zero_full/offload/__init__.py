@@ -1,6 +1,6 @@
 """Offload of optimizer state and parameters: device, host memory, NVMe."""
 
-from zero_full.offload.host_device_copies import Flow
+from zero_full.offload.host_device_copies import CopyThreads
 from zero_full.offload.limits import Need, memory_limits, shortage_message
 from zero_full.offload.nvme_state import BlockTier
 from zero_full.offload.param_store import ParamSlice, ParamStore
@@ -8,8 +8,8 @@ from zero_full.offload.tiers import DeviceTier, HostTier, Offload, Tier
 
 __all__ = [
     "BlockTier",
+    "CopyThreads",
     "DeviceTier",
-    "Flow",
     "HostTier",
     "Need",
     "Offload",

@@ -1,6 +1,6 @@
 """Copies of a run whose optimizer state is on the host: gradients down, parameters up.
 
-[Note: flow] Copies run beside the work of device and host, on three threads of a rank:
+[Note: copy threads] Copies run beside the work of device and host, on three threads of a rank:
 
     down      slices of averaged gradients, each as soon as it is reduced, during backward
     on host   the work on these slices: accumulation over micro-batches, and the sum of squares for the norm
@@ -91,8 +91,8 @@ class _StreamCopy:
         self.pair = None
 
 
-class Flow:
-    """The threads and staging buffers of one rank's copies. See [Note: flow]."""
+class CopyThreads:
+    """The threads and staging buffers of one rank's copies. See [Note: copy threads]."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ def _queue(lane: Lane, copier: Copier, target: Tensor, source: Tensor, after: Pe
 class HostGradientSlice:
     """This rank's slice of a parameter group's averaged gradients, copied to and accumulated on the host."""
 
-    def __init__(self, flow: Flow, name: str, numel: int, dtype: torch.dtype) -> None:
-        self.flow, self.name, self.numel, self.dtype = flow, name, numel, dtype
+    def __init__(self, copy_threads: CopyThreads, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.copy_threads, self.name, self.numel, self.dtype = copy_threads, name, numel, dtype
         self.copied: Pending = Done()  # the last copy, after which the device's slice is free
         self.pending: Pending = Done()  # the last job on the host, after which values are complete
         self.squares, self.squared_version = 0.0, -1  # the version of `memory` that was summed
@@ -225,18 +225,20 @@ class HostGradientSlice:
     @cached_property
     def memory(self) -> Tensor:
         """The host's memory for the slice. Its values are complete after `arrived`."""
-        return self.flow.allocate(self.numel, self.dtype, self.flow.device)
+        return self.copy_threads.allocate(self.numel, self.dtype, self.copy_threads.device)
 
     def receive(self, source: Tensor, adds: bool, last: bool) -> None:
         """Copy or, if `adds`, accumulate a slice from the device. `last`: it is the last one of this step."""
-        flow, memory = self.flow, self.memory
-        stage = flow.stage(source.numel(), source.dtype) if adds or source.dtype != memory.dtype else None
+        copy_threads, memory = self.copy_threads, self.memory
+        stage = (
+            copy_threads.stage(source.numel(), source.dtype) if adds or source.dtype != memory.dtype else None
+        )
         target = memory if stage is None else stage.of(source.numel(), source.dtype)
         free: Pending = Done() if stage is None else stage.free
-        self.copied = flow.send_down(target, source, free)
+        self.copied = copy_threads.send_down(target, source, free)
         staged = None if stage is None else target
-        take = partial(self._take, self.pending, self.copied, staged, adds, last and flow.sums)
-        self.pending = flow.on_host.submit(take, [], [])
+        take = partial(self._take, self.pending, self.copied, staged, adds, last and copy_threads.sums)
+        self.pending = copy_threads.on_host.submit(take, [], [])
         if stage is not None:
             stage.free = self.pending
         if last:
@@ -271,15 +273,15 @@ class HostGradientSlice:
             self.pending.wait()
         except Exception as error:
             raise CopyError(
-                f"gradients of {self.name} could not be copied from {self.flow.device} to the host: {error}. "
-                "Nothing was updated. Call zero_grad to continue without these gradients."
+                f"gradients of {self.name} could not be copied from {self.copy_threads.device} to the host: "
+                f"{error}. Nothing was updated. Call zero_grad to continue without these gradients."
             ) from error
         return self.memory
 
     def squared(self) -> float:
         """Return the sum of squares of the present values."""
         if version_of(self.arrived()) != self.squared_version:
-            self.flow.on_host.submit(self._square, [], []).wait()
+            self.copy_threads.on_host.submit(self._square, [], []).wait()
         return self.squares
 
     def forget(self) -> None:
@@ -288,4 +290,4 @@ class HostGradientSlice:
             self.pending.wait()
         self.pending = self.copied = Done()
         self.squared_version = -1
-        self.flow.wait_for_copies()
+        self.copy_threads.wait_for_copies()

@@ -36,7 +36,7 @@ from zero_full.comm.lane import Pending, ThreadLane
 from zero_full.kernels.files import BlockIO, aligned_empty
 from zero_full.layout.flat import rounded_up
 from zero_full.offload.arena import page_locker
-from zero_full.offload.host_device_copies import Flow
+from zero_full.offload.host_device_copies import CopyThreads
 from zero_full.offload.nvme_params import BufferPool, NvmeParamStore
 from zero_full.offload.param_store import ParamStore
 from zero_full.offload.spill_file import (
@@ -218,9 +218,9 @@ class OpenNvmeTier(FileStorage, Tier):
         """Return a copy on the host, or a CPU tensor itself."""
         return self.host.fetch(tensor)
 
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+    def copy_threads(self, device: torch.device, sums: bool) -> CopyThreads | None:
         """Return the copies of the host tier: gradients and parameters do not pass through the file."""
-        return self.host.flow(device, sums)
+        return self.host.copy_threads(device, sums)
 
     # A step --------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@
 `fetch` copies an averaged gradient to the state. Afterwards the new values go to the slice of the parameters,
 wherever it is stored (`param_store.py`). With state on the host (ZeRO-Offload) the device holds
 neither masters nor moments; gradients are copied down and parameters up. For an accelerator these copies run
-beside other work: `flow`. State on a disk is in memory during its own part of a step only: `load_parts`.
+beside other work: `copy_threads`. State on a disk is in memory during its own part of a step only, see
+`load_parts`.
 
 A tier is a choice of the user. `open` returns the tier of one rank in a run, with its memory and files.
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_full.offload.arena import LOCKABLE, Arena, page_locker
-from zero_full.offload.host_device_copies import Copier, Flow, StreamCopier
+from zero_full.offload.host_device_copies import Copier, CopyThreads, StreamCopier
 from zero_full.offload.param_store import HostParamStore, ParamStore
 from zero_full.offload.storage import Storage
 
@@ -74,7 +75,7 @@ class Tier(Storage, ABC):
         """Yield each part when its state is in memory. `tensors_of` lists the tensors of a slice to store."""
         yield from parts
 
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+    def copy_threads(self, device: torch.device, sums: bool) -> CopyThreads | None:
         """Return the copies of gradients from `device` and parameters to it; None: nothing to copy."""
         return None
 
@@ -143,10 +144,10 @@ class HostTier(Tier):
             return None
         return StreamCopier(device), StreamCopier(device)
 
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+    def copy_threads(self, device: torch.device, sums: bool) -> CopyThreads | None:
         """Return copies on three threads, which start with their first job."""
         copiers = self.copiers(device)
-        return None if copiers is None else Flow(self.allocate, device, copiers, sums)
+        return None if copiers is None else CopyThreads(self.allocate, device, copiers, sums)
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the store in host memory; for a model on the CPU, the model's own memory."""

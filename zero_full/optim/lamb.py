@@ -152,7 +152,7 @@ class LambStep(Stepper):
     def _second_half(self, pieces: Sequence[Piece], norms: Tensor) -> None:
         group = self._group(pieces)
         steps = [piece.state["step"] for piece in pieces]
-        foreach_add(steps, 1)
+        foreach_add(steps, 1)  # first: the bias correction is that of this step
         operators_for(pieces).lamb_step(
             [piece.master for piece in pieces],
             [piece.state["exp_avg"] for piece in pieces],

@@ -228,7 +228,7 @@ def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[fl
         factor = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         factor.diagonal().add_(first)
         product = factor @ product
-        gram = factor @ gram @ factor
+        gram = factor @ gram @ factor  # of `factor @ x`: `factor` is symmetric
     made: Tensor = product.to(x.dtype) @ x
     return made.T if _is_tall(matrix) else made
 
@@ -237,6 +237,7 @@ def _normalized(matrix: Tensor, eps: float) -> Tensor:
     """Return the matrix, or its transpose if it is tall, in bf16 and without a singular value above 1."""
     x = matrix.to(torch.bfloat16)
     x = x.T if _is_tall(matrix) else x
+    # The Frobenius norm is at least the largest singular value, and Newton-Schulz needs values up to 1.
     unit: Tensor = x / x.norm().clamp(min=eps)
     return unit
 

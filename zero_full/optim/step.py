@@ -376,7 +376,7 @@ def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Te
             state["exp_avg"] = torch.zeros_like(piece.master, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(piece.master, dtype=dtype)
         step = state["step"]
-        if step.device != device or step.dtype != torch.float32:
+        if step.device != device or step.dtype != torch.float32:  # a state dict of torch may have others
             state["step"] = step.to(device, torch.float32)
         states.append(state)
     return states

@@ -268,7 +268,7 @@ class ZeroOneAdamStep(OneBitStep):
         given = {p: p.gradient.float() * factor for p in pieces if p.gradient is not None}
         for piece in pieces:
             update_moments(self._moments_of(piece), self.group_of(piece), given[piece])
-        if self.sharded is not None:
+        if self.sharded is not None:  # then the moments have no variance: ranks exchange roots of shards
             self.sharded.update(given, lambda piece: self.group_of(piece)["betas"][1])
             self.sharded.gather_roots(self._correction)
         for piece in pieces:
@@ -312,7 +312,7 @@ class ZeroOneAdamStep(OneBitStep):
                 gradient = part.mul_(self._has_variance(piece, state))
                 state[MOMENTUM].lerp_(gradient, 1 - self.group_of(piece)["betas"][0])
                 state["step"] += 1
-                if state["variance_step"]:
+                if state["variance_step"]:  # else there is no step size yet, and the momentum waits
                     self._step_piece(piece, state)
 
     # Local steps ---------------------------------------------------------------------------------

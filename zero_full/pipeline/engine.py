@@ -263,7 +263,7 @@ class PipelineEngine(Engine):
         autocast, casts_to = precision_of(self.config, self.device)
         self._chunks, takes, inputs, problem = [], None, None, ""
         known = self.optimizer.groups.pipe
-        for stage in range(module.total_stages):
+        for stage in range(module.total_stages):  # in order: each one's output is the next one's input
             here: tuple[str, Handover] | None = None
             if stage in module.stages:
                 chunk = StageLayers(module, stage, takes, LOSS, self.device, autocast, casts_to, self._time)

@@ -97,6 +97,7 @@ class StageLayers(nn.Module):
                     return self._outputs(sent)
             except Exception as error:
                 self.batch.fail(error, f"forward of stage {self.stage}, micro-batch {self.number}")
+        # The next stage waits for this one's tensors. It gets zeros, and all ranks raise after the batch.
         if self.is_last:
             return torch.zeros((), device=self.device, requires_grad=True)
         return tuple(t.zero_() for t in self.gives.carriers(self.device))

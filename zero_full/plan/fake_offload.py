@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_full._compat import identity_of
 from zero_full.comm.lane import Done, InlineLane, Pending
 from zero_full.kernels.files import PAGE
-from zero_full.offload import BlockTier, Flow, HostTier, ParamSlice, ParamStore, Tier
+from zero_full.offload import BlockTier, CopyThreads, HostTier, ParamSlice, ParamStore, Tier
 from zero_full.offload.arena import Places
 from zero_full.offload.nvme_state import bytes_of_block
 from zero_full.offload.param_store import MemoryFirstStore
@@ -53,11 +53,13 @@ class FakeHostTier(HostTier):
         with self.tracker.counting(None):
             return tensor.clone()
 
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+    def copy_threads(self, device: torch.device, sums: bool) -> CopyThreads | None:
         """Return the host-device copies of the planned device, which complete immediately."""
         if self.planned.type == "cpu":
             return None
-        return Flow(self.allocate, device, (FakeCopier(), FakeCopier()), sums, lambda name: InlineLane())
+        return CopyThreads(
+            self.allocate, device, (FakeCopier(), FakeCopier()), sums, lambda name: InlineLane()
+        )
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store; for a plan on a CPU, the model's own memory."""

@@ -207,8 +207,8 @@ class Simulation:
         """Run a whole step and return the bytes sent in it."""
         self.traffic.clear()
         self.sent_by_rank.clear()
-        flow = self.optimizer.parts.flow
-        copied = flow.copied if flow is not None else Traffic()
+        copy_threads = self.optimizer.parts.copy_threads
+        copied = copy_threads.copied if copy_threads is not None else Traffic()
         copied.clear()
         count, before = min(micro_batches, DISTINCT), self._file_traffic()
         passes = self._passes([place + 1 == count for place in range(count)])

@@ -49,8 +49,8 @@ class OffloadedStates:
             raise RuntimeError("offload_states between a backward pass and its step. Call step first")
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
-        if self.optimizer.parts.flow is not None:
-            self.optimizer.parts.flow.wait_for_copies()
+        if self.optimizer.parts.copy_threads is not None:
+            self.optimizer.parts.copy_threads.wait_for_copies()
         self._mark(offloaded=True)
         for kind in include or KINDS:
             for tensor in self._tensors(kind):

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import BlockTier, DeviceTier, Flow, ParamStore, Tier
+from zero_full.offload import BlockTier, CopyThreads, DeviceTier, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
@@ -52,7 +52,9 @@ class Sharded:
     trained: list[TrainedGroup]  # in the order in which gradients are reduced
     frozen: list[ParameterGroup]  # at stage 3: parameters of no optimizer group, which are gathered, too
     sites: list[Site]  # modules that gather parameters
-    flow: Flow | None = None  # host-device copies of gradients and parameters; None: no offload
+    copy_threads: CopyThreads | None = (
+        None  # host-device copies of gradients and parameters; None: no offload
+    )
     param_store: ParamStore = field(default_factory=ParamStore)  # slices of gathered parameters
     spares: Spares = field(default_factory=list)  # free gradient buffers, shared by the groups
     # Frozen parameters of no group, whole on every rank: name, and the ranks that have the same values.
@@ -139,7 +141,7 @@ class Dealer:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         self.param_store = param_store or ParamStore()
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
-        self.flow: Flow | None = None  # see `deal`
+        self.copy_threads: CopyThreads | None = None  # see `deal`
         # Frozen parameters in a group may be trained later. Integers cannot, and are left out.
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
@@ -181,7 +183,9 @@ class Dealer:
 
         Every rank must call this: the first rank's values are broadcast.
         """
-        self.flow = self.settings.tier.flow(self.groups.dense.shard.device, self.settings.needs_norm)
+        self.copy_threads = self.settings.tier.copy_threads(
+            self.groups.dense.shard.device, self.settings.needs_norm
+        )
         spares: Spares = []
         made: dict[Draft, ParameterGroup] = {}
         for draft in drafts.everything:
@@ -195,7 +199,7 @@ class Dealer:
         in_order = map(made.__getitem__, drafts.reduce_order)
         trained = [group for group in in_order if isinstance(group, TrainedGroup)]
         frozen = [group for group in made.values() if not isinstance(group, TrainedGroup)]
-        return Sharded(trained, frozen, sites, self.flow, self.param_store, spares)
+        return Sharded(trained, frozen, sites, self.copy_threads, self.param_store, spares)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
@@ -247,14 +251,14 @@ class Dealer:
     def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
-        flow, reduce = self.flow if tier.is_offloaded else None, self._pair(flat.kind).reduce
-        kind = FlatGradients if flow is None else HostGradients
+        copy_threads, reduce = self.copy_threads if tier.is_offloaded else None, self._pair(flat.kind).reduce
+        kind = FlatGradients if copy_threads is None else HostGradients
         if is_dtensor(flat.params[0]):
             from zero_full.shard.group.dtensor_groups import gradients_class
 
             kind = gradients_class(kind)
-        gradients = kind(flat, settings, divisors, reduce, spares, flow)
-        return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, flow))
+        gradients = kind(flat, settings, divisors, reduce, spares, copy_threads)
+        return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, copy_threads))
 
     def rank_of(self, draft: Draft) -> int:
         """Return the index of this rank's slice."""

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import foreach_zero, identity_of, without_overrides
-from zero_full.offload.host_device_copies import Flow, HostGradientSlice
+from zero_full.offload.host_device_copies import CopyThreads, HostGradientSlice
 from zero_full.settings import Settings
 from zero_full.shard.group.parameters import FlatParameters, Member, contiguous_strides, placeholder_scalar
 from zero_full.shard.group.process_groups import Reduce
@@ -76,9 +76,9 @@ class FlatGradients:
         divisors: tuple[float, float],
         reduce_slices: Reduce,
         spares: Spares,
-        flow: Flow | None = None,
+        copy_threads: CopyThreads | None = None,
     ) -> None:
-        """`flow`: the host-device copies, for `HostGradients`."""
+        """`copy_threads`: the host-device copies, for `HostGradients`."""
         self.parameters, self.settings, self.divisors = parameters, settings, divisors
         self.reduce_slices, self.spares = reduce_slices, spares
         self.members, self.layout = parameters.members, parameters.layout
@@ -88,7 +88,9 @@ class FlatGradients:
         self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
         host = (
-            None if flow is None else HostGradientSlice(flow, self.name, self.layout.shard, self.accumulate)
+            None
+            if copy_threads is None
+            else HostGradientSlice(copy_threads, self.name, self.layout.shard, self.accumulate)
         )
         self.down = host
         self.frees, self.checks_finite = settings.frees_gradients, settings.needs_norm
@@ -201,7 +203,7 @@ class FlatGradients:
         for member, grad in detached:
             self._copy_in(member, grad, final=True)
         local = self.local_grads
-        if local is None or not self.arrived:
+        if local is None or not self.arrived:  # no gradient on this rank, but other ranks may have some
             local = self._open(self.parameters.dtype)
         for member in self.members:
             if member not in self.arrived:  # not used on this rank, but perhaps on others: contribute zero
@@ -383,7 +385,7 @@ class HostGradients(FlatGradients):
         if not self.is_average:
             return super()._average(local, wire, last)
         if self.frees:
-            self.down.flow.wait_for_turn()
+            self.down.copy_threads.wait_for_turn()
         self._add_to_slice(local.to(wire), last)  # in `wire`, which may have fewer bytes
 
     def _add_to_slice(self, more: Tensor, last: bool) -> None:
@@ -401,7 +403,7 @@ class HostGradients(FlatGradients):
             self.grad_slice = self.down.memory
 
     def _slice_memory(self) -> Tensor:
-        self.down.flow.wait_for_turn()
+        self.down.copy_threads.wait_for_turn()
         return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
 
     def _zero_slice(self) -> Tensor:

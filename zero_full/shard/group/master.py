@@ -1,11 +1,11 @@
 """Master weights: the values of this rank's slice of a parameter group that the optimizer steps; its state.
 
-    values   this rank's slice, in the dtype that is stepped. It shares the memory of the parameters' slice if
-             the dtypes are equal and neither state nor slice is offloaded
-    pieces   windows into the values, one for each parameter of which this rank owns elements
-    tier     the offload tier of the master and of the optimizer's state
-    flow     the host-device copies, if the master is on the host and the model on a device. Then `sent` is
-             the host's copy of the parameters' slice
+    values        this rank's slice, in the dtype that is stepped. It shares the memory of the parameters'
+                  slice if the dtypes are equal and neither state nor slice is offloaded
+    pieces        windows into the values, one for each parameter of which this rank owns elements
+    tier          the offload tier of the master and of the optimizer's state
+    copy_threads  the host-device copies, if the master is on the host and the model on a device. Then `sent`
+                  is the host's copy of the parameters' slice
 
 [Note: writes to parameters] User code may write to parameters between steps, and the master adopts what was
 written. Version counters tell of most writes, but not of those through `param.data` and NumPy, and to compare
@@ -33,7 +33,7 @@ from zero_full.comm.lane import Pending
 from zero_full.errors import CopyError
 from zero_full.kernels.load import compiled_for
 from zero_full.kernels.reference import with_user_writes
-from zero_full.offload import Flow, Tier
+from zero_full.offload import CopyThreads, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.group.changed_elements import ChangedElements
@@ -52,11 +52,11 @@ class Master:
         gradients: FlatGradients,
         dtypes: Dtypes,
         tier: Tier,
-        flow: Flow | None = None,
+        copy_threads: CopyThreads | None = None,
     ) -> None:
         self.parameters, self.gradients, self.tier = parameters, gradients, tier
         # An offloaded slice is copied when it is gathered.
-        self.flow = None if parameters.slice.is_offloaded else flow
+        self.copy_threads = None if parameters.slice.is_offloaded else copy_threads
         self.dtype = dtypes.master_of(parameters.dtype)
         self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
         # See [Note: writes to parameters].
@@ -91,10 +91,10 @@ class Master:
             self.pieces[member] = Piece(member.name, member.shape, fragment.param_range, member.group, mine)
         self.sent, self.published, self.changed = master, None, None
         self.staging: list[Tensor] = []  # host memory of slices that are copied to and from the device
-        if self.flow is not None and self.is_separate:
+        if self.copy_threads is not None and self.is_separate:
             # Without rounding the master itself is sent, unless it is in a file.
             if self.has_copies or self.tier.moves:
-                self.sent = self.flow.allocate(
+                self.sent = self.copy_threads.allocate(
                     master.numel(), self.parameters.dtype, self.parameters.shard.device
                 )
                 self.staging.append(self.sent)
@@ -126,13 +126,15 @@ class Master:
             self.gradients.check_dense()
         self.copies = None
         if fuses and self.has_copies and self.writes_copies():
-            self.copies = self.sent if self.flow is not None else parameters.slice.fetch(self.values.device)
+            self.copies = (
+                self.sent if self.copy_threads is not None else parameters.slice.fetch(self.values.device)
+            )
         if self.changes is not None:
             self.changes.keep(self._overwritten(self.changes))
         self.adopts = adopts and self.copies is not None
         # With host-device copies writes were adopted before the step, and released parameters have none.
         is_current = self.published is not None or self.adopts or parameters.released_at_rest
-        if self.is_separate and self.flow is None and not is_current:
+        if self.is_separate and self.copy_threads is None and not is_current:
             self._adopt_slice()
         gradients = None  # None: they are in `param.grad`
         if not self.gradients.uses_param_grad:
@@ -174,8 +176,8 @@ class Master:
         self.parameters.node_copy = None  # it has the old values
         if self.changes is not None:
             self._compare_with_old(self.changes)
-        if self.flow is not None:
-            self._send(self.flow)
+        if self.copy_threads is not None:
+            self._send(self.copy_threads)
         elif self.is_separate:
             self.parameters.slice.update(self.values if self.copies is None else self.copies)
             self._note_published()
@@ -189,7 +191,7 @@ class Master:
         """Return the slice that is handed over in this dtype: the parameters', or the master."""
         if self.hands_over(dtype):
             return self.values
-        return self.parameters.shard if self.flow is None else self.sent
+        return self.parameters.shard if self.copy_threads is None else self.sent
 
     def note_changes(self, dtype: torch.dtype) -> None:
         """Note from now on which elements change. They are rounded to this dtype to be compared."""
@@ -198,7 +200,7 @@ class Master:
 
     def _overwritten(self, changes: ChangedElements) -> Tensor | None:
         """Return the observed slice if the stepper writes it in place; None: `put_away` writes it."""
-        in_place = not self.is_separate or (self.flow is not None and self.sent is self.values)
+        in_place = not self.is_separate or (self.copy_threads is not None and self.sent is self.values)
         return self.values if in_place or self.hands_over(changes.dtype) else self.copies
 
     def _compare_with_old(self, changes: ChangedElements) -> None:
@@ -228,13 +230,13 @@ class Master:
 
     # On the way to the device and back -----------------------------------------------------------
 
-    def _send(self, flow: Flow) -> None:
+    def _send(self, copy_threads: CopyThreads) -> None:
         """Begin to copy the parameters' slice to the device. `settle` waits for it."""
         if not self.is_separate:
             return
         if self.sent is not self.values and self.copies is None:  # else the stepper has written `sent`
             self.sent.copy_(self.values)
-        self.published, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
+        self.published, self.sending = None, copy_threads.send_up(self.parameters.shard, self.sent)
 
     def settle(self) -> None:
         """Wait for the pending copy to the device. Its error is raised each time, until the next copy."""
@@ -253,7 +255,7 @@ class Master:
 
     def _note_published(self) -> None:
         """Note that the slice equals the master: sum it, unless its values are compared elsewhere."""
-        elsewhere = self.flow is not None or self.adopts or self.parameters.released_at_rest
+        elsewhere = self.copy_threads is not None or self.adopts or self.parameters.released_at_rest
         self.published = None if elsewhere else column_sums(self.parameters.shard)
 
     def _differs(self, published: Tensor) -> Tensor:
@@ -265,25 +267,25 @@ class Master:
         self.changed = None
         if not self.is_separate or self.parameters.shard.is_meta:
             return
-        if self.flow is not None:
+        if self.copy_threads is not None:
             self.settle()
         released = self.parameters.released_at_rest
         if not released and list(map(version_of, self.parameters.params)) != self.param_versions:
             self.published = None  # written for certain: `fetch` compares elements
-        if self.flow is not None and self.published is None:
+        if self.copy_threads is not None and self.published is None:
             self.adopt_device_writes()
         if self.published is not None:
             self.changed = self._differs(self.published)
 
     def adopt_device_writes(self) -> None:
         """Copy writes of user code to the device's slice since the last copy to the master."""
-        flow = self.flow
-        if flow is None or not self.is_separate:
+        copy_threads = self.copy_threads
+        if copy_threads is None or not self.is_separate:
             return
         self.settle()
         if self.published is not None and not bool(self._differs(self.published)):
             return
-        flow.fetch(self.sent, self.parameters.shard)
+        copy_threads.fetch(self.sent, self.parameters.shard)
         if self.has_copies and not _rounds_to(self.values, self.sent):
             self.values.copy_(with_user_writes(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
@@ -307,8 +309,8 @@ class Master:
 
         `node_copy` is kept. All ranks must drop theirs together, or only some would gather within the node.
         """
-        if self.flow is not None:
-            self._send(self.flow)
+        if self.copy_threads is not None:
+            self._send(self.copy_threads)
             self.settle()
         elif self.is_separate:
             self.parameters.shard.copy_(self.values)
@@ -355,7 +357,7 @@ class Master:
             return
         if not self.is_separate or self.is_updating or (self.parameters.released_at_rest and not released):
             return
-        if self.flow is not None:
+        if self.copy_threads is not None:
             return self.adopt_device_writes()
         if self.published is None or bool(self._differs(self.published)):
             self._adopt_slice()

@@ -138,7 +138,7 @@ class ParameterWrites(Guard):
         """Return the names of parameters that were written since `forget`."""
         return [member.name for member in self._written()]
 
-    def uncut(self) -> str:
+    def repeated_digest(self) -> str:
         """Return names and a digest of written parameters that all tensor-parallel ranks have whole."""
         here = {member for flat in self.flats if not flat.kind.is_split for member in flat.members}
         window_of = dict(zip(self.members, self.windows, strict=True))

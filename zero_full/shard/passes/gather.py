@@ -99,7 +99,7 @@ class Order:
         as_known = place < len(self.known) and self.known[place] is site
         if as_known and place < self.begun:
             self.ahead -= site.numel
-        else:
+        else:  # not prefetched, or another order: prefetching begins anew behind this site
             self.begun, self.ahead = place + 1, 0
         return as_known
 
@@ -332,6 +332,8 @@ class ParameterGatherer:
                     home.is_used_unseen = True
         elif not recomputed and self.order is self.training:
             site.silent += 1
+        # A recomputed call has the mark of the first one, except with re-entrant checkpointing, which runs
+        # the first one under no_grad.
         if trains and not (recomputed and site.backwards_due):
             return self._mark_inputs(call, args, kwargs, recomputed)
         return None
@@ -475,6 +477,7 @@ class ParameterGatherer:
         self, site = gatherer(), call.site
         if self is None:
             return
+        # Not below 0: `forget` resets the number, and a graph that is kept may run backward again.
         site.backwards_due = max(0, site.backwards_due - 1)
         self.calls.discard(call)
         needed, call.needed = call.needed, []

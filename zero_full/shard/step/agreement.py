@@ -53,7 +53,7 @@ REPEATED, STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 SLICE_BITS = 16  # fewer, because the sum of these hashes over the `shard` group is squared
 NOTHING = "nothing"
-WRITTEN, ERROR = "parameters written in place", "error"  # keys of `Doings`
+WRITTEN, ERROR = "parameters written in place", "error"  # keys of `Actions`
 PLAIN = {bool, int, float, str, type(None)}  # types of options whose `repr` is equal on every rank
 SPOILT_BY = (
     "on some rank a parameter was written while it was sharded, through its untyped_storage() or by compiled "
@@ -63,15 +63,15 @@ ALIKE = (
     "Every rank must run the same modules in the same order, and make the same changes to gradients, "
     "learning rates and other options of the optimizer"
 )
-Doings = Sequence[tuple[str, Any]]  # key and value of everything that all ranks must do alike
+Actions = Sequence[tuple[str, Any]]  # key and value of everything that must be equal on all ranks
 
 
 @dataclass(frozen=True)
-class Said:
+class Contribution:
     """One rank's contribution to the exchange."""
 
     used: set[Member]  # parameters that have a gradient on this rank
-    doings: Doings  # equal on every rank, unless ranks diverge
+    actions: Actions  # equal on every rank, unless ranks diverge
     stops: bool  # this rank has received a signal to stop
     alarm: bool  # this rank knows that background work has failed
     averaged: bool = True  # False: the gradients are each rank's own
@@ -80,7 +80,7 @@ class Said:
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
     failed: bool = False  # this rank cannot step, and may have no valid gradients
-    uncut: str = ""  # what user code has written to parameters that all `tensor` ranks have whole
+    repeated_writes: str = ""  # what user code has written to parameters that all `tensor` ranks have whole
 
 
 @dataclass(frozen=True)
@@ -113,33 +113,33 @@ class Agreement:
                 side.repeated = [group for group in side.groups if not group.kind.is_split]
         self.has_peers = self.parts is not None or any(side.has_peers for side in self.sides)
 
-    def exchange(self, said: Said) -> Agreed:
+    def exchange(self, mine: Contribution) -> Agreed:
         """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
         # Gradients that are not averaged are always checked: one rank's NaN must skip the step on all ranks.
-        needs_norm = self.needs_norm or said.needs_norm or not said.averaged
+        needs_norm = self.needs_norm or mine.needs_norm or not mine.averaged
         if not (needs_norm or self.has_peers):
-            is_changed = any(map(bool, said.changed))
-            return Agreed(None, said.used, said.stops, said.alarm, said.late > 0, is_changed)
+            is_changed = any(map(bool, mine.changed))
+            return Agreed(None, mine.used, mine.stops, mine.alarm, mine.late > 0, is_changed)
         groups, sides = self.groups, self.sides
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
-        counts = needs_norm and not said.failed
-        squared, poison, _, stops, alarms, late, changed, *rest = self._add_up(said, counts, exactly=False)
+        counts = needs_norm and not mine.failed
+        squared, poison, _, stops, alarms, late, changed, *rest = self._add_up(mine, counts, exactly=False)
         if self.parts is not None and self.parts.differ:
-            self._raise_together(self.parts, rest, said)
+            self._raise_together(self.parts, rest, mine)
         used: set[Member] = set()
         for side in sides:  # first: it raises on ranks that need the norm and on others, if they disagree
-            used |= side.read(rest[: side.length], said)
+            used |= side.read(rest[: side.length], mine)
             rest = rest[side.length :]
         # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
         if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
-            squared, poison, *_ = self._add_up(said, counts, exactly=True)
+            squared, poison, *_ = self._add_up(mine, counts, exactly=True)
         if not needs_norm:
             return Agreed(None, used, stops > 0, alarms > 0, late > 0, changed > 0)
-        ranks = 1 if said.averaged else groups.data_ranks
+        ranks = 1 if mine.averaged else groups.data_ranks
         norm = float("nan") if poison else float(squared / ranks) ** 0.5
         return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
-    def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], said: Said) -> None:
+    def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], mine: Contribution) -> None:
         """Raise on every rank what ranks of any part of the model disagree about. Every rank must call this.
 
         rest  marks and flags of this rank's part, by side
@@ -147,20 +147,20 @@ class Agreement:
         problems = parts.problems()
         for side in self.sides:
             try:
-                side.read(rest[: side.length], said)
+                side.read(rest[: side.length], mine)
             except (DisagreementError, RuntimeError) as error:
                 problems.append(str(error))
             rest = rest[side.length :]
-        if told := gather_messages(self.groups, problems, "where ranks diverge"):
-            raise DisagreementError("; ".join(sorted(told)))
+        if messages := gather_messages(self.groups, problems, "where ranks diverge"):
+            raise DisagreementError("; ".join(sorted(messages)))
 
-    def _add_up(self, said: Said, counts: bool, exactly: bool) -> list[float]:
+    def _add_up(self, mine: Contribution, counts: bool, exactly: bool) -> list[float]:
         """Return all ranks' squares, stops, alarms, late and changed groups, then marks and flags by side."""
         groups = self.groups
         if len(self.sides) == 1 and self.parts is None:
-            total = self.sides[0].add_up(said, counts, exactly)
+            total = self.sides[0].add_up(mine, counts, exactly)
         else:
-            vectors = [side.add_up(said, counts, exactly) for side in self.sides]
+            vectors = [side.add_up(mine, counts, exactly) for side in self.sides]
             squares = torch.stack([vector[:SQUARES] for vector in vectors])
             # Expert ranks hold different experts, tensor and pipe ranks different parameters. All have
             # squares to add. Dense gradients are equal on all expert ranks.
@@ -171,7 +171,7 @@ class Agreement:
                 diverges = torch.stack(
                     [side.diverges(vector) for side, vector in zip(self.sides, vectors, strict=True)]
                 )
-                head = self.parts.add_up(head, diverges.any(), said)
+                head = self.parts.add_up(head, diverges.any(), mine)
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
             if self.parts is not None:
                 total = torch.cat([total, self.parts.flags])
@@ -198,30 +198,30 @@ class _Side:
             device = torch.device("cpu")
         self.device, self.home = device, device if has_fp64(device) else torch.device("cpu")
 
-    def add_up(self, said: Said, counts: bool, exactly: bool) -> Tensor:
+    def add_up(self, mine: Contribution, counts: bool, exactly: bool) -> Tensor:
         """Return this side's vector, summed over its ranks. `counts`: include this rank's gradients."""
         pair = self.pair
-        doings: list[Any] = [*said.doings]
+        actions: list[Any] = [*mine.actions]
         mark_of_slices = 0.0
-        if said.by_hand.whole or said.by_hand.slices:
-            doings += said.by_hand.of_all(self.members)
-            if slices := said.by_hand.of_slices(self.members):
+        if mine.by_hand.whole or mine.by_hand.slices:
+            actions += mine.by_hand.of_all(self.members)
+            if slices := mine.by_hand.of_slices(self.members):
                 mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
-        mark = _mark_of(doings, MARK_BITS)
-        gradients, apart, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
-        numbers = [squares, poison, 0.0, float(said.stops), float(said.alarm), float(said.late), 0.0]
+        mark = _mark_of(actions, MARK_BITS)
+        gradients, outside_norm, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
+        numbers = [squares, poison, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
         numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
-        numbers.extend(map(float, map(said.used.__contains__, self.members)))
+        numbers.extend(map(float, map(mine.used.__contains__, self.members)))
         vector = numbers_on(self.home, numbers)
         for value in self.absent:
             vector[SPOILT] += ~value.isnan()
-        if said.changed:
-            vector[CHANGED].add_(torch.stack([*said.changed]).sum())
+        if mine.changed:
+            vector[CHANGED].add_(torch.stack([*mine.changed]).sum())
         if counts:  # device values are added on the device: only `tolist` waits for it
             vector[0] += squared_norm(gradients, self.device, exactly)
-            if apart:
-                vector[1] += ~all_finite(apart, self.device)
-        if self.repeated and not said.failed:
+            if outside_norm:
+                vector[1] += ~all_finite(outside_norm, self.device)
+        if self.repeated and not mine.failed:
             vector[REPEATED] += squares_of(self.repeated, self.device)
         what = "norm and parameters in use"
         pair.shard.sum_numbers(vector, what)
@@ -229,7 +229,7 @@ class _Side:
             if pair.shard.size > 1:
                 vector[SLICES + 1] = vector[SLICES].square()
             # Replicas own the same averaged gradients: leave their squares out of the sum.
-            pair.across.sum_numbers(vector[SQUARES if said.averaged else 0 :], what)
+            pair.across.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
         return vector
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor], float, float]:
@@ -237,18 +237,18 @@ class _Side:
 
         The sums are over slices in host memory: squares in the norm, non-finite slices outside of it.
         """
-        gradients, apart, squares, poison = list[Tensor](), list[Tensor](), 0.0, 0.0
+        gradients, outside_norm, squares, poison = list[Tensor](), list[Tensor](), 0.0, 0.0
         for group in self.groups:
             mine = group.gradients
             if not mine.is_down:
-                (gradients if group.kind.in_norm else apart).extend(mine.averaged_gradients())
+                (gradients if group.kind.in_norm else outside_norm).extend(mine.averaged_gradients())
             elif mine.down is not None and mine.slice_is_valid:
                 squared = mine.down.squared()
                 if group.kind.in_norm:
                     squares += squared
                 else:
                     poison += not isfinite(squared)
-        return gradients, apart, squares, poison
+        return gradients, outside_norm, squares, poison
 
     def diverges(self, vector: Tensor) -> Tensor:
         """Return on the device whether `read` raises, or compares parameters, on the ranks of this pair."""
@@ -257,7 +257,7 @@ class _Side:
         differs: Tensor = (ranks * squared != marks.square()) | (spoilt > 0)
         return differs if copies == 1 else differs | (copies * squared_slices != slices.square())
 
-    def read(self, numbers: Sequence[float], said: Said) -> set[Member]:
+    def read(self, numbers: Sequence[float], mine: Contribution) -> set[Member]:
         """Return the parameters with a gradient on any rank. Raise if ranks are about to diverge."""
         marks, squared, slices, squared_slices, spoilt = numbers[:5]
         if spoilt:
@@ -267,27 +267,27 @@ class _Side:
         ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
         # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
         if ranks * int(squared) != int(marks) ** 2:
-            self._look_closer([*said.doings, *said.by_hand.of_all(self.members)])
+            self._compare_actions([*mine.actions, *mine.by_hand.of_all(self.members)])
         if copies > 1 and copies * int(squared_slices) != int(slices) ** 2:
-            self._compare_slices(said.by_hand.of_slices(self.members))
+            self._compare_slices(mine.by_hand.of_slices(self.members))
         return set(compress(self.members, numbers[5:]))
 
-    def _look_closer(self, doings: Doings) -> None:
+    def _compare_actions(self, actions: Actions) -> None:
         """Gather the planned actions of all ranks, and raise DisagreementError with those that differ."""
-        everyones = dict(self.pair.gather_objects((this_rank(), dict(doings)), "what ranks would do"))
+        everyones = dict(self.pair.gather_objects((this_rank(), dict(actions)), "what ranks would do"))
         differing = _differing(everyones)
         if differing == [WRITTEN]:
             # Some ranks may have written and restored the same values, such as rank 0 to evaluate.
             self._compare_parameters()
             return
-        told = _by_key(differing, everyones)
+        differences = _by_key(differing, everyones)
         remedy = REMEDY if all(key.endswith(BY_HAND) for key in differing) else ALIKE
-        raise DisagreementError(f"the ranks would not take the same step: {told}. {remedy}")
+        raise DisagreementError(f"the ranks would not take the same step: {differences}. {remedy}")
 
     def _compare_slices(self, slices: Sequence[tuple[str, str]]) -> None:
         """Raise on every rank if user code wrote different values to replicas of a slice."""
         everyones = self.pair.gather_objects(dict(slices), "what was written to slices")
-        size, told = self.pair.shard.size, list[str]()
+        size, differences = self.pair.shard.size, list[str]()
         for first in range(size):  # the first replica's rank; `size` ranks further on is the next one
             copies = {rank: everyones[rank] for rank in range(first, len(everyones), size)}
             for key in dict.fromkeys(key for each in copies.values() for key in each):
@@ -295,10 +295,10 @@ class _Side:
                     values = ", ".join(
                         f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in copies.items()
                     )
-                    told.append(f"{key}: {values}")
-        if told:
+                    differences.append(f"{key}: {values}")
+        if differences:
             raise DisagreementError(
-                f"replicas of the same slice were set to different values: {'; '.join(told)}. {REMEDY}"
+                f"replicas of the same slice were set to different values: {'; '.join(differences)}. {REMEDY}"
             )
 
     def _compare_parameters(self) -> None:
@@ -349,7 +349,7 @@ class PartsAgreement:
         self.groups = groups
         self.ranks = prod(each.size for each in groups.across_parts)
         self.has_stages = groups.pipe is not None and groups.pipe.size > 1
-        self.doings: dict[str, Any] = {}
+        self.actions: dict[str, Any] = {}
         self.repeated = torch.zeros(())  # squared norm of this rank's gradients that all `tensor` ranks have
         self.flags = torch.zeros(3)  # on the device: the three numbers below
         # All are equal on all ranks, and 0 if nothing is wrong.
@@ -357,13 +357,13 @@ class PartsAgreement:
         self.differing = 0.0  # not 0: parts would not take the same step
         self.batches = 0.0  # not 0: `tensor` ranks have different gradients
 
-    def add_up(self, head: Tensor, diverges: Tensor, said: Said) -> Tensor:
+    def add_up(self, head: Tensor, diverges: Tensor, mine: Contribution) -> Tensor:
         """Sum `head` over the parts, and compare them. Every rank must call this."""
-        self.doings = {key: value for key, value in said.doings if self._is_equal_everywhere(key)}
-        if said.uncut and not self.has_stages:
-            self.doings["parameters written that are not cut"] = said.uncut
+        self.actions = {key: value for key, value in mine.actions if self._is_equal_everywhere(key)}
+        if mine.repeated_writes and not self.has_stages:
+            self.actions["parameters written that are not cut"] = mine.repeated_writes
         self.repeated = repeated = head[REPEATED].clone()
-        mark = torch.full_like(repeated, _mark_of([*self.doings.items()], MARK_BITS))
+        mark = torch.full_like(repeated, _mark_of([*self.actions.items()], MARK_BITS))
         own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])
         vector, what = torch.cat([head, own]), "squared gradient norm"
         tensor, pipe = self.groups.tensor, self.groups.pipe
@@ -390,7 +390,7 @@ class PartsAgreement:
 
     def problems(self) -> list[str]:
         """Describe on the ranks concerned what differs between parts. Every rank must call this."""
-        known, found = {this_rank(): (self.doings, float(self.repeated))}, list[str]()
+        known, found = {this_rank(): (self.actions, float(self.repeated))}, list[str]()
         for group in self.groups.across_parts:
             gathered = group.gather_objects(known, "what ranks would do")
             known = dict(sorted(item for some in gathered for item in some.items()))
@@ -401,10 +401,10 @@ class PartsAgreement:
                     f"norm is {', '.join(f'{norm} (rank {rank})' for rank, norm in norms.items())}. "
                     + SAME_BATCH
                 )
-        doings = {rank: each for rank, (each, _) in known.items()}
+        actions = {rank: each for rank, (each, _) in known.items()}
         # If ranks of one part differ already, that part says which.
-        if (differing := _differing(doings)) and not self.diverging:
-            found.append(f"the ranks would not take the same step: {_by_key(differing, doings)}. {ALIKE}")
+        if (differing := _differing(actions)) and not self.diverging:
+            found.append(f"the ranks would not take the same step: {_by_key(differing, actions)}. {ALIKE}")
         return found
 
 
@@ -448,15 +448,15 @@ def _mark_of(what: Any, bits: int) -> float:
     return float(zlib.crc32(repr(what).encode()) >> (32 - bits))
 
 
-def doings_of(
-    param_groups: Sequence[Mapping[str, Any]], so_far: Doings, written: str, failure: Exception | None
-) -> Doings:
+def actions_of(
+    param_groups: Sequence[Mapping[str, Any]], so_far: Actions, written: str, failure: Exception | None
+) -> Actions:
     """List the actions that must be equal on every rank in this step.
 
     `so_far`: keys and values to begin with. `written`: a digest of values that user code wrote to parameters.
     `failure` comes last, under the key `ERROR`.
     """
-    doings: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
+    actions: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
     for number, group in enumerate(param_groups):
         for key, value in group.items():
             if key == "params":
@@ -465,10 +465,10 @@ def doings_of(
             if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
                 value = _comparable(value)
             if value is not None:
-                doings.append((f"{key} of group {number}", value))
+                actions.append((f"{key} of group {number}", value))
     if failure is not None:
-        doings.append((ERROR, str(failure)))
-    return doings
+        actions.append((ERROR, str(failure)))
+    return actions
 
 
 def _comparable(value: Any) -> Any:
@@ -493,8 +493,8 @@ def check_all_used(groups: Groups, trained: Sequence[TrainedGroup], used: Contai
 
 def raise_on_all_ranks(groups: Groups, problem: str) -> None:
     """Raise on every rank if any rank's `problem`, a message, is not empty. Every rank must call this."""
-    if told := gather_messages(groups, [problem] if problem else [], "what went wrong"):
-        raise RuntimeError("; ".join(sorted(told)))
+    if messages := gather_messages(groups, [problem] if problem else [], "what went wrong"):
+        raise RuntimeError("; ".join(sorted(messages)))
 
 
 def gather_messages(groups: Groups, mine: Sequence[str], what: str) -> list[str]:

@@ -21,7 +21,7 @@ def await_gradients(trained: Iterable[TrainedGroup]) -> Exception | None:
         except CopyError as error:
             failure = failure or error
         if gradients.down is not None:
-            gradients.down.flow.wait_for_copies()
+            gradients.down.copy_threads.wait_for_copies()
     return failure
 
 

@@ -117,7 +117,7 @@ class DelayedUpdates:
         """
         master = group.master
         group.gradients.check_dense()
-        fetched = master.fetch(used, stepper.fuses and master.flow is not None)
+        fetched = master.fetch(used, stepper.fuses and master.copy_threads is not None)
         for member, piece in master.pieces.items():
             if any(piece is each for each in fetched):
                 assert piece.gradient is not None
@@ -136,7 +136,7 @@ class DelayedUpdates:
         return place.copy_(gradient.reshape(place.shape))
 
     def _mark(self, group: TrainedGroup) -> Tensor | None:
-        if group.master.flow is not None:
+        if group.master.copy_threads is not None:
             return group.master.published
         return None if group.parameters.released_at_rest else column_sums(group.parameters.shard)
 

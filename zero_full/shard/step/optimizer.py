@@ -68,9 +68,9 @@ from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.agreement import (
     Agreed,
     Agreement,
-    Said,
+    Contribution,
+    actions_of,
     check_all_used,
-    doings_of,
     raise_on_all_ranks,
 )
 from zero_full.shard.step.background_work import BackgroundWork, raise_failure
@@ -297,7 +297,7 @@ class ZeroOptimizer(OptimizerProxy):
             return None  # with peers, another rank may have gradients: always go on to the exchange
         # Also if this rank's pass has failed, or it had none: other ranks wait for it in their reductions.
         reducer.flush()
-        if self.parts.flow is not None:
+        if self.parts.copy_threads is not None:
             failure = failure or await_gradients(self.awake)
         for member, gradient in () if failure else found.written:
             reducer.put(member, gradient)
@@ -359,15 +359,15 @@ class ZeroOptimizer(OptimizerProxy):
         differ = self.local_steps is not None and self.contents.stepper.ranks_differ
         # During local steps parameters differ by design, and a write has raised in LocalSteps.
         written = "" if differ else self.writes.digest()
-        doings = doings_of(self.base.param_groups, so_far, written, failure)
+        actions = actions_of(self.base.param_groups, so_far, written, failure)
         alarm = self.offload is not None and bool(self.offload.error)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
         late, changed = len(reducer.late), collected.changed
         needs_norm = clip > 0 or call != STEP
-        said = Said(
+        mine = Contribution(
             reducer.used,
-            doings,
+            actions,
             stops,
             alarm,
             collected.averaged,
@@ -378,12 +378,12 @@ class ZeroOptimizer(OptimizerProxy):
             failure is not None,
         )
         if written and self.groups.tensor is not None:
-            said = replace(said, uncut=self.writes.uncut())
-        agreed = self.agreement.exchange(said)
+            mine = replace(mine, repeated_writes=self.writes.repeated_digest())
+        agreed = self.agreement.exchange(mine)
         if agreed.late and failure is None:
             # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
             reducer.reduce_late()
-            agreed = self.agreement.exchange(replace(said, late=0))
+            agreed = self.agreement.exchange(replace(mine, late=0))
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
@@ -400,7 +400,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _adopt_changed(self) -> None:
         """Adopt what user code wrote to slices of parameters; raise on every rank if a copy failed."""
         masters, problem = [group.master for group in self.awake], ""
-        if self.parts.flow is None:  # nothing is copied between device and host
+        if self.parts.copy_threads is None:  # nothing is copied between device and host
             return adopt_changed(masters)
         try:
             adopt_changed(masters)
@@ -441,7 +441,7 @@ class ZeroOptimizer(OptimizerProxy):
             setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
-        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads)
         on_change = self.unfinished.change
         if not stepper.fuses and factor != 1.0:
             on_change = partial(self._begin_to_change, factor)
@@ -484,13 +484,13 @@ class ZeroOptimizer(OptimizerProxy):
         if whole:
             gather = partial(self._gather_all, whole)
             self.lane.submit(gather, whole.values(), [self.lane.producer()]).wait()
-        if self.parts.flow is not None:
+        if self.parts.copy_threads is not None:
             await_parameters(self.groups, trained)
 
     def _gather_all(self, groups: Iterable[TrainedGroup]) -> None:
         """All-gather the parameters of these groups. Runs on the lane, as one job."""
         for group in groups:
-            if self.parts.flow is None:
+            if self.parts.copy_threads is None:
                 group.parameters.collect()
             else:
                 collect(group)
@@ -852,8 +852,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.steppers.early.close()
         if self.delayed is not None:
             self.delayed.close()
-        if self.parts.flow is not None:
-            self.parts.flow.close()
+        if self.parts.copy_threads is not None:
+            self.parts.copy_threads.close()
         if self.offload is not None:
             self.offload.close()
         away = [group.master for group in self.trained if group.master.tier.lost]
@@ -883,14 +883,14 @@ class ZeroOptimizer(OptimizerProxy):
 
         `groups`: the groups to list parameters of; None: all.
         """
-        flow, stepper = self.parts.flow, self.contents.stepper
+        copy_threads, stepper = self.parts.copy_threads, self.contents.stepper
         beside = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
         away = [*self.settings.tier.held()]
         if self.steppers.early is not None:
             away += self.steppers.early.held()
         if self.delayed is not None:
             away += self.delayed.aside.values()
-        if flow is not None:
-            away += flow.held()
+        if copy_threads is not None:
+            away += copy_threads.held()
         listed = self.parts.groups if groups is None else groups
         return holdings([*listed], self.trained, self.base.state, beside, away)

@@ -119,9 +119,8 @@ class SpeculativeSteps:
             guess.seen = _versions(gradients, self._tensors(group))
             guess.before = self._numbers(group)
             own = self._own(group)
-            if list(map(_kind, own)) != list(
-                map(_kind, other)
-            ):  # user code has replaced tensors of the state
+            # User code may have replaced tensors of the state: then no guess is made.
+            if list(map(_kind, own)) != list(map(_kind, other)):
                 return
             for there, tensor in zip(other, own, strict=True):
                 there.copy_(tensor)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import clean_name
 from zero_full.comm.lane import Lane
-from zero_full.offload import Flow, Tier
+from zero_full.offload import CopyThreads, Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdamStep
 from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
@@ -108,7 +108,11 @@ class Steppers:
                 group.gradients.down.on_last = partial(begin, group)
 
     def parts(
-        self, stepper: Stepper, stepped: Sequence[TrainedGroup], settings: Settings, flow: Flow | None
+        self,
+        stepper: Stepper,
+        stepped: Sequence[TrainedGroup],
+        settings: Settings,
+        copy_threads: CopyThreads | None,
     ) -> Sequence[Sequence[TrainedGroup]]:
         """Split the groups into parts that are stepped together.
 
@@ -118,9 +122,9 @@ class Steppers:
         # Tensor-parallel ranks must exchange as many messages, and their slices may have different sizes.
         if not stepper.takes_parts or (self.own is not None and any(g.kind.is_split for g in stepped)):
             return [stepped]
-        if flow is None and settings.part_numel is None and not self.tier.is_offloaded:
+        if copy_threads is None and settings.part_numel is None and not self.tier.is_offloaded:
             return [stepped]
-        one_by_one = flow is not None and self.own is None and not self.tier.moves
+        one_by_one = copy_threads is not None and self.own is None and not self.tier.moves
         return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
 
     def step(
