@@ -31,27 +31,27 @@ RECORDS = ROOT / "site" / "records" / "gpu"
 PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
 LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
-NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. Here is what is ready for
-whoever has one, with a torch that is built for it, how a first run goes, and, from then on, what was found:
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared commands, which need a
+GPU and a torch built for it, how a first run proceeds and, once a run was made, its results:
 """
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
 ```
-make gpu-day                              # every part below; what is done is not run again
-make gpu-day MINUTES=9.5 OUT=build        # as many parts as fit; the same command goes on with the rest
+make gpu-day                              # every part below; finished parts are not run again
+make gpu-day MINUTES=9.5 OUT=build        # as many parts as fit; repeat it for the rest
 make gpu-day REHEARSE=1                   # the same commands on a CPU, with tiny sizes
 make gpu-rehearsal                        # a day on a CPU in three calls, of which two are killed
-make gpu-page ARCHIVE=build/gpu-day.zip   # takes the results into this page
+make gpu-page ARCHIVE=build/gpu-day.zip   # writes the results into this page
 ```
 
-A day is made for a GPU that is there for 30 minutes, in calls of 9.5 minutes. After every part one archive
-has all results, so a call that is killed loses one part. On a bare machine, without a network and without an
-environment of its own, `make gpu-day PYTHON=python3` does the same with what is installed there; `python -m
-tests.gpu.pack` packs what may be missing beforehand. A look at a single thing: `make test-gpu`, `make
-bench-gpu`. [In which order, and what is expected](../guide/first_gpu_run.md#the-day).
+A day is made for 30 minutes on a GPU, in calls of 9.5 minutes. After every part one archive has all results, so
+a killed call loses only one part. On a bare machine without a network and without a virtual environment,
+`make gpu-day PYTHON=python3` uses the installed packages; `python -m tests.gpu.pack` packs missing ones beforehand. For a
+single test or benchmark: `make test-gpu`, `make bench-gpu`. [The order, and the expected
+results](../guide/first_gpu_run.md#the-day).
 
 The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which the parts about
-them set. All other parts run under the defaults.
+them set. All other parts use the defaults.
 """
 FIRST_RUN = "<!-- include: site/docs/guide/first_gpu_run.md -->\n"  # a part of this page on the site
 FOLD = '<details class="records" markdown="1"><summary>{}</summary>\n'
