@@ -1,4 +1,4 @@
-"""Raise a failure of one rank on all ranks, so that no rank goes on alone or waits for a failed one."""
+"""Raise a failure of one rank on all ranks, so that no rank continues alone or waits for a failed one."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -143,7 +143,7 @@ class CheckpointLoad:
         extras: Extras,
         elsewhere: Collection[str] = (),
     ) -> None:
-        """Collect what this rank loads. `elsewhere`: names of tensors that other pipeline stages load."""
+        """Collect this rank's tensors to load. `elsewhere`: names that other pipeline stages load."""
         self.elsewhere = elsewhere
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras

@@ -271,7 +271,7 @@ class SaveContents:
         return self.optimizer.groups.is_copy(name.partition("/")[2] if kind.startswith(STATE) else name)
 
     def names(self) -> dict[str, Any]:
-        """Return what is saved of this rank's parameters and buffers other than tensors."""
+        """Return the names and plain data that are saved of this rank's parameters and buffers."""
         others = {clean_name(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         return {

@@ -54,7 +54,7 @@ _alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
 def _close_all_in_child() -> None:
-    """In a forked child: close the parent's communicators without freeing what the parent still uses."""
+    """In a forked child: close the parent's communicators, but free none of their resources."""
     for communicator in _alive:
         communicator.close_in_child()
 

@@ -77,7 +77,7 @@ class Errors:
         self.server.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the errors of this rank, not copied, and what they were made for."""
+        """Return the errors of this rank, not copied, and the rank and buffer that they belong to."""
         return {"worker": self.worker, "server": self.server, "made_for": torch.tensor(self.made_for)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ class Pending(Protocol):
     """A job that may still run."""
 
     def wait(self) -> None:
-        """Wait until the job is done. Raises what the job raised."""
+        """Wait until the job is done. Raises the job's exception."""
 
 
 class Lane(Protocol):

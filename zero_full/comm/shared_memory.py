@@ -168,7 +168,7 @@ class SharedMemory(BackendTransport):
             numbers.copy_(flat.view(numbers.shape))
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Write what the other ranks get into this rank's window, and copy what it gets from theirs."""
+        """Write the other ranks' parts into this rank's window, and copy its own parts from their windows."""
         theirs, mine = sent.split(list(splits.sent)), received.split(list(splits.received))
         mine[self.rank].copy_(theirs[self.rank])
         halves = self.halves[sent.dtype]

@@ -81,7 +81,7 @@ class UserCalls:
             log.warning("%s. %s", self._absent_ranks(), EVERY_RANK)
 
     def _desync_error(self, why: str) -> DesyncError:
-        """Return the error of a rank whose call the others do not make."""
+        """Return the error of a rank that made a call which other ranks did not make."""
         error = DesyncError(f"{self._absent_ranks()}{why}. {EVERY_RANK}")
         write_error(self.group.store, self.rank, error)
         return error

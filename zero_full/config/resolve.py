@@ -291,7 +291,7 @@ def examine(given: Mapping[str, Any], world_size: int) -> Examined:
 
 
 def check_world_size(world_size: object) -> None:
-    """Raise ConfigError if this is no valid number of ranks."""
+    """Raise ConfigError unless this number of ranks is valid."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(
             f"world_size: got {messages.shown(world_size)}, expected a whole number of at least 1"

@@ -487,7 +487,7 @@ class Engine(DeepSpeedQueries):
         self._load_counters(state["counters"])
 
     def _extras(self) -> Extras:
-        """Return what a checkpoint holds besides the module and the optimizer."""
+        """Return the contents of a checkpoint besides the module and the optimizer."""
         kept = dict(self.kept)
         if self.training_dataloader is not None:
             kept["training_dataloader"] = self.training_dataloader
@@ -811,7 +811,7 @@ class Engine(DeepSpeedQueries):
         self.offloaded.offload(include, torch.device(device), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` has moved."""
+        """Move all state that `offload_states` has moved back to the device."""
         self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:

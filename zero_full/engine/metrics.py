@@ -1,4 +1,4 @@
-"""Metrics of a run on one rank: `engine.metrics()`, and what must be counted in each step for them.
+"""Metrics of a run on one rank: `engine.metrics()`, and the counters behind it.
 
 A `Meter` counts steps, samples, tokens and seconds. An engine has one only if its configuration or a call of
 `metrics` asks for it. A `Lap` turns counts into means: log lines, monitors and `metrics` have one
@@ -49,7 +49,7 @@ class Metrics(TypedDict):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a meter has counted up to a point in time."""
+    """Totals of a meter up to a point in time."""
 
     now: float  # seconds on the meter's clock
     steps: int
@@ -148,7 +148,7 @@ class Lap:
         self.meter, self.last = meter, meter.counts()
 
     def end(self) -> Means:
-        """Return the means per step since the last call that ended a lap. Without a step, the lap goes on."""
+        """Return means per step since the last call that ended a lap. Without a step, the lap continues."""
         now, last, began = self.meter.counts(), self.last, self.meter.began
         steps, timed = now.steps - last.steps, now.timed - last.timed
         if not steps:

@@ -222,7 +222,7 @@ class WeightsAndBiases:
             self.run = library.init(project=config.project, group=config.group, entity=config.team)
 
     def write(self, metrics: Metrics, tags: Mapping[str, float], at: int) -> None:
-        """Log all tags at once. In the script's run they wait for what else the script logs at this step."""
+        """Log all tags. In the script's own run they are sent with the script's log of this step."""
         self.run.log(dict(tags), step=at, commit=self.own)
 
     def close(self) -> None:

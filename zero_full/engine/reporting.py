@@ -32,7 +32,7 @@ class Reporting:
         self.monitors: Monitors | None = None
 
     def report(self, step: int, skipped: int) -> None:
-        """Log and write what is due after step number `step`; `skipped` steps of the run overflowed."""
+        """Log and write the lines due after step number `step`; `skipped` steps of the run overflowed."""
         self._log_step(step, skipped)
         if self.monitors is not None and step % self.steps_per_monitor == 0:
             self.monitors.write(self.read(self.entries.end()))

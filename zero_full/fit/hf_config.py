@@ -173,7 +173,7 @@ def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, 
 
 
 class DescribedModule(nn.Module):
-    """A module of which only the parameters are known."""
+    """A module with known parameters and unknown computation."""
 
     def forward(self) -> None:
         """Do nothing. It is defined because a module with a forward counts as called."""

@@ -148,13 +148,13 @@ class FlightRecorder:
             self._end(reason)
 
     def begin(self, what: str) -> None:
-        """Write that a pass or a step begins. An earlier one that has not ended has failed: end it."""
+        """Record the begin of a pass or a step. An earlier one without an end has failed: end it."""
         self.end(what)
         if not self.closed:
             self.open[what] = self._begin(what, {})
 
     def end(self, what: str) -> None:
-        """Write that a pass or a step has ended, if its beginning was recorded."""
+        """Record the end of a pass or a step, if its begin was recorded."""
         number = self.open.pop(what, None)
         if number is not None and not self.closed:
             self.box.write({"n": number, "t": self._now()})
@@ -164,7 +164,7 @@ class FlightRecorder:
         return PassRecord(self, what)
 
     def end_step(self) -> None:
-        """Write that a step of the optimizer has ended, and the memory that the rank holds between steps."""
+        """Record the end of a step of the optimizer, and the memory that the rank holds between steps."""
         self.end("step")
         if not self.closed:
             self.held_bytes.settle()

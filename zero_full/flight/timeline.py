@@ -158,7 +158,7 @@ def _meetings(moments: Sequence[Moment]) -> Iterator[dict[int, int]]:
 
 
 def offsets(ranks: Sequence[int], meetings: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return what to subtract from each rank's clock to get the first's, if the two can be compared.
+    """Return each rank's clock offset from the first rank's clock, for ranks whose clocks can be compared.
 
     meetings  for each collective, by rank: when it left, in microseconds of its clock. See [Note: clocks]
     """

@@ -1,4 +1,4 @@
-"""How many bytes of parameters `engine.generation()` keeps gathered if the caller names no number.
+"""Compute the bytes of parameters that `engine.generation()` keeps gathered without `memory`.
 
 Everything, if it fits into three quarters of the free memory: the rest is for keys and values of the cache,
 and for activations. If it does not fit, units are gathered in each call beside those that are kept: memory

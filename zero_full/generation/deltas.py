@@ -76,7 +76,7 @@ class Deltas:
         self.adapters: dict[str, list[Tensor]] = {}  # adapters of layers when handed over, by name
 
     def fits(self, dtype: torch.dtype | None, merge_adapters: bool) -> bool:
-        """Whether these are the changes of what a call with these options hands over."""
+        """Return whether these deltas belong to a call with these options."""
         return (self.dtype, self.merge_adapters) == (dtype, merge_adapters)
 
     def weights(self, bucket_bytes: int) -> WeightIterator:

@@ -53,7 +53,7 @@ class NoTraining(Guard):
 def generating(
     module: nn.Module, optimizer: ZeroOptimizer, memory: int | None, merge_adapters: bool, problem: str
 ) -> Iterator[nn.Module]:
-    """Context for generation with the module. `Engine.generation` documents it, and finds the `problem`."""
+    """Context for generation: see `Engine.generation`, which finds the `problem`, if any."""
     call = f"engine.generation(memory={memory}, merge_adapters={merge_adapters})"
     problem = problem or _problem(optimizer, memory, merge_adapters)
     if problem:  # the others, if they have none, learn that this rank does not come

@@ -213,7 +213,7 @@ def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dt
 
 @torch.no_grad()
 def begin(optimizer: ZeroOptimizer, call: str) -> None:
-    """Wait for all ranks, and adopt what user code has written. If one rank cannot, every rank raises."""
+    """Wait for all ranks, and adopt writes by user code. If one rank cannot, every rank raises."""
     if optimizer.reducer.backward.running:  # its reductions are on their way: no collective now
         problem = f"{call} inside a backward pass. Call it between passes"
         optimizer.announce_call(f"{call}, which raised: {problem}")

@@ -192,7 +192,7 @@ def _versions(path: Path) -> str:
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return rows for the doctor: each part, and what each operator runs."""
+    """Return rows for the doctor: each part, and the implementation of each operator."""
     parts = {part: find(part) for part in builder.PARTS}
     lines = []
     for part, loaded in parts.items():

@@ -38,7 +38,7 @@ class Migrated(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was found in one file. A line number of 0 is the whole file's."""
+    """The findings in one file. Line number 0 stands for the whole file."""
 
     file: str
     diff: list[str]

@@ -1,4 +1,4 @@
-"""Copies of a run whose optimizer state is on the host: gradients down, parameters up.
+"""Host-device copies for offloaded optimizer state: gradients to the host, parameters to the device.
 
 [Note: copy threads] Copies run beside the work of device and host, on three threads of a rank:
 

@@ -103,7 +103,7 @@ class OwnerRule(WholeRule, Protocol):
 
 
 class Totals(NamedTuple):
-    """A row of sums for each parameter of which any rank steps a piece now."""
+    """A row of sums for each parameter of which some rank steps a piece now."""
 
     params: list[Tensor]
     rows: Tensor

@@ -1,4 +1,4 @@
-"""Read the micro-batches of a batch, and compare what the ranks of a run have read."""
+"""Read the micro-batches of a batch, and compare them between the ranks of a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -52,7 +52,7 @@ PARTS = (
 
 
 class PipelineEngine(Engine):
-    """Trains a `PipelineModule`. `Engine` documents what both have: checkpoints, metrics, counters.
+    """Trains a `PipelineModule`. `Engine` documents the common part: checkpoints, metrics, counters.
 
     module          the PipelineModule, with the layers of this rank's stages
     data_iterator   yields this rank's pairs (inputs, labels) if `train_batch` gets no iterator; None: none

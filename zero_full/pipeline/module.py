@@ -217,7 +217,7 @@ class PipelineModule(nn.Module):
                 self._calls[number] = self._built(number, self.specs[number])
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
-        """Yield what must be equal on every rank."""
+        """Yield the facts that must be equal on every rank."""
         for name in ("num_stages", "stages_per_rank", "placement", "partition_method"):
             yield name, getattr(self, name)
         for number, spec in enumerate(self.specs):

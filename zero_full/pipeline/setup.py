@@ -33,7 +33,7 @@ def open_pipeline(module: PipelineModule, given: Mapping[str, Any]) -> Topology:
 
 
 def pipeline_engine(module: PipelineModule, topology: Topology, config: Config) -> Callable[..., Engine]:
-    """Check the configuration on all ranks, and return what makes the engine. Every rank must call this."""
+    """Check the configuration on all ranks, and return a function that makes the engine. Collective."""
     compare({"configuration": facts_of_config(config)}, Topology(data=topology.pipe))
     ties = attempt(partial(_check, module, topology, config), topology)
     from zero_full.pipeline.engine import PipelineEngine

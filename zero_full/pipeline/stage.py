@@ -26,7 +26,7 @@ LOSS = Handover((), is_tuple=True)  # the last stage hands over nothing
 
 
 class RunningBatch:
-    """The micro-batches of one `train_batch` or `eval_batch`, and what this rank has learnt of them.
+    """The micro-batches of one `train_batch` or `eval_batch`, with their losses and failures on this rank.
 
     inputs, labels  of each micro-batch; empty on ranks without the first or the last stage
     weigh           multiplies a micro-batch's loss before backward, such as by the loss scale
@@ -224,7 +224,7 @@ def _nothing() -> None:
 
 
 def find_handover(chunk: StageLayers, inputs: Any) -> Handover:
-    """Run a stage's layers once, without keeping anything, to find what it hands over.
+    """Run a stage's layers once, without keeping anything, to find the form of their output.
 
     Random numbers and buffers are as before at the end.
     """

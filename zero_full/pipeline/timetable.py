@@ -47,7 +47,7 @@ class _Described:
 
 
 def operations(name: str, module: PipelineModule, micro_batches: int) -> list[list[Operation]]:
-    """Return what each place of the module's pipeline computes; ConfigError if the schedule cannot run it."""
+    """Return the operations of each place in the module's pipeline; ConfigError for an invalid schedule."""
     ranks, total = module.num_stages, module.total_stages
     mine = [stage for stage in range(total) if module.place_of(stage) == 0]
     stages: list[Any] = [_Described(stage, total, ranks) for stage in mine]

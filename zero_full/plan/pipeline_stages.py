@@ -140,7 +140,7 @@ class StageBytes:
 
 
 class _OneMicroBatch(nn.Module):
-    """Runs one micro-batch through a stage, and measures what is held after each part."""
+    """Runs one micro-batch through a stage, and measures the bytes that are held after each part."""
 
     def __init__(self, chunk: StageLayers, tracker: MemoryTracker, splits: bool) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def check_scale(
     optimizer: Optimizer, model: nn.Module, type_of: Callable[[torch.dtype], torch.dtype]
 ) -> None:
-    """Raise if a run without a loss scale would train fp16 parameters.
+    """Raise if fp16 parameters would be trained without a loss scale.
 
     type_of  maps the dtype of a model's parameter to its dtype during training
     """

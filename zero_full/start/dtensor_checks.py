@@ -104,7 +104,7 @@ REASONS = {"Muon": WHOLE, "OneBitAdam": FLAT, "OneBitLamb": FLAT, "ZeroOneAdam":
 def check_split_rule(
     model: nn.Module, base: torch.optim.Optimizer, topology: Topology, allow_untested: bool = False
 ) -> None:
-    """Raise ValueError or TypeError if the optimizer cannot update what tensor parallelism has cut.
+    """Raise ValueError or TypeError if the optimizer cannot update parameters that are cut.
 
     Elementwise rules can, and LAMB, whose norms are summed over the `tensor` ranks.
     """

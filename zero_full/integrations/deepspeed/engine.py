@@ -130,7 +130,7 @@ class DeepSpeedEngine(nn.Module):
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """Return what `_zero3_consolidated_16bit_state_dict` returns."""
+        """Return the result of `_zero3_consolidated_16bit_state_dict`."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
 

@@ -16,7 +16,7 @@ from zero_full.start.launch import LOCALHOST, read_launcher
 
 
 def prepare(options: Namespace) -> Callable[[], int]:
-    """Check the arguments and install the stand-in. Returns what runs the script or the module."""
+    """Check the arguments and install the stand-in. Returns a function that runs the script or the module."""
     target, launches = script_of(options)
     try:
         install()

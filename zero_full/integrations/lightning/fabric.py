@@ -165,7 +165,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder, or a file of another strategy. Returns what `state` did not ask for."""
+        """Load a folder, or a file of another strategy. Returns the values that are not in `state`."""
         if isinstance(state, (Engine, nn.Module)):  # fabric.load_raw
             state = {None: state}
         engines, others = self._split_state(state or {})

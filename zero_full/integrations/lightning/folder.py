@@ -56,7 +56,7 @@ def load(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load the engines, and return what was saved as `others`. Every rank must call this.
+    """Load the engines, and return the saved `others`. Every rank must call this.
 
     states        also load optimizer state and random number generators
     strict        raise on missing or unexpected parameters

@@ -90,7 +90,7 @@ class ZeroStrategy(Arguments, DDPStrategy):
             )
 
     def _check_trainer(self, trainer: Any) -> None:
-        """Raise for options of the Trainer that cannot hold here."""
+        """Raise for options of the Trainer that this strategy does not support."""
         algorithm = trainer.gradient_clip_algorithm
         if algorithm is not None:
             check_clipping(str(getattr(algorithm, "value", algorithm)))

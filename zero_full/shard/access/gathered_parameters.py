@@ -154,7 +154,7 @@ def fitting_chunks(module: nn.Module, optimizer: ZeroOptimizer, part: RankPart) 
 
 
 def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
-    """Restore what `own_state_dict` of the same rank has returned."""
+    """Restore the result of `own_state_dict` of the same rank."""
     part = RankPart(state["tensors"], {})
     chunks = fitting_chunks(module, optimizer, part)
     part.read(chunks)

@@ -68,7 +68,7 @@ def facts_of(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
 
 
 def check_facts(contents: Contents, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if these are the facts of another optimizer."""
+    """Raise ValueError if these facts are those of another optimizer."""
     saved, here = facts["groups"], contents.base.param_groups
     without = "To load parameters only, use load_checkpoint with load_optimizer_states=False"
     kind = type(contents.base).__name__

@@ -254,7 +254,7 @@ class Master:
     # Writes of user code: see [Note: writes to parameters] ---------------------------------------
 
     def _note_published(self) -> None:
-        """Note that the slice equals the master: sum it, unless its values are compared elsewhere."""
+        """Note that the slice equals the master: sum it, unless another place compares its values."""
         elsewhere = self.copy_threads is not None or self.adopts or self.parameters.released_at_rest
         self.published = None if elsewhere else column_sums(self.parameters.shard)
 
@@ -263,7 +263,7 @@ class Master:
         return (column_sums(self.parameters.shard) != published).any()
 
     def compare(self) -> None:
-        """Compare this rank's slice with what was published, without waiting: see `changed`."""
+        """Compare this rank's slice with the `published` sums, without waiting: see `changed`."""
         self.changed = None
         if not self.is_separate or self.parameters.shard.is_meta:
             return

@@ -135,7 +135,7 @@ class UnfinishedStep:
             self.phase = ""
 
     def forget(self) -> None:
-        """Note that all values were loaded."""
+        """End the state of a step that was cut short, because all values were loaded."""
         if not self.inside:
             self.phase = ""
 

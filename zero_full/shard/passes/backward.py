@@ -66,7 +66,7 @@ class Accumulation:
         self._was_denied = self._was_denied or is_boundary is False
 
     def end_step(self) -> None:
-        """Note that a step was taken."""
+        """End a step: forget that `set_boundary` was called with False."""
         self._was_denied = False
 
     def adds_up(self) -> bool:

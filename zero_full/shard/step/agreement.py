@@ -140,7 +140,7 @@ class Agreement:
         return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
     def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], mine: Contribution) -> None:
-        """Raise on every rank what ranks of any part of the model disagree about. Every rank must call this.
+        """Raise the disagreements of all parts of the model on every rank. Every rank must call this.
 
         rest  marks and flags of this rank's part, by side
         """
@@ -334,7 +334,7 @@ SAME_BATCH = (
 
 
 class PartsAgreement:
-    """What ranks that hold different parts of the model compare in a step, beside the norm.
+    """Comparison in a step between ranks that hold different parts of the model, beside the norm.
 
     [Note: parts of a model] Each pair of process groups compares its own ranks. Here all others learn that
     the ranks of a pair diverge, and what must be equal on all parts is compared: loss scale, clipping and
@@ -389,7 +389,7 @@ class PartsAgreement:
         return bool(self.diverging or self.differing or self.batches)
 
     def problems(self) -> list[str]:
-        """Describe on the ranks concerned what differs between parts. Every rank must call this."""
+        """Describe the differences between parts, on the ranks concerned. Every rank must call this."""
         known, found = {this_rank(): (self.actions, float(self.repeated))}, list[str]()
         for group in self.groups.across_parts:
             gathered = group.gather_objects(known, "what ranks would do")

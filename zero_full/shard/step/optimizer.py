@@ -398,7 +398,7 @@ class ZeroOptimizer(OptimizerProxy):
         return agreed
 
     def _adopt_changed(self) -> None:
-        """Adopt what user code wrote to slices of parameters; raise on every rank if a copy failed."""
+        """Adopt user code's writes to slices of parameters; raise on every rank if a copy failed."""
         masters, problem = [group.master for group in self.awake], ""
         if self.parts.copy_threads is None:  # nothing is copied between device and host
             return adopt_changed(masters)
@@ -423,9 +423,9 @@ class ZeroOptimizer(OptimizerProxy):
         return Decision(applies, finite, norm, agreed.used, self._clip)
 
     def _update(self, decision: Decision) -> Decision:
-        """Step this rank's slices. Returns the decision with what is to be published.
+        """Step this rank's slices. Returns the updated decision.
 
-        It becomes a skip if an average that the stepper itself computes is not finite. All ranks see that
+        The step is skipped if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
         """
         factor = self.gradients.factor(decision.norm, decision.clip)
@@ -604,7 +604,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same rank has returned. Every rank must call this."""
+        """Restore a `state_dict` of the same rank. Every rank must call this."""
         saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
         self.on_every_rank("load_state_dict of the optimizer")
         self.unfinished.check_load("load_state_dict")
@@ -678,7 +678,7 @@ class ZeroOptimizer(OptimizerProxy):
             group.master.follow_parameters()
 
     def start_over(self) -> None:
-        """Clear what a step that was cut short has left, because all values have been loaded."""
+        """Clear the traces of a step that was cut short, because all values have been loaded."""
         self.steppers.by_torch.end()
         self.unfinished.forget()
 

@@ -41,7 +41,7 @@ class NonFinite:
         self._log("applied nevertheless" if applied else "skipped", scaler)
 
     def log_average(self, error: NotFiniteError, scaler: StaticScale) -> None:
-        """Log that all gradients are finite and an average that the stepper computed is not."""
+        """Log that all gradients are finite, but an average that the stepper computed is not."""
         self.finding = str(error)
         self._log("skipped", scaler)
 

@@ -140,7 +140,7 @@ class OptimizerProxy(Optimizer):
         self._take_back_state()
 
     def _take_back_state(self) -> None:
-        """Restore our state object after user code assigned another one; clear it if that one is empty."""
+        """Restore our state object after user code assigned another one; clear it if that was empty."""
         if self.base.state is not self.own_state:
             given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
             if self.own_state.settled is not None:
