@@ -31,8 +31,8 @@ RECORDS = ROOT / "site" / "records" / "gpu"
 PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
 LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
-NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared commands, which need a
-GPU and a torch built for it, how a first run proceeds and, once a run was made, its results:
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared commands,
+which need a GPU and a torch built for it, how a first run proceeds and, once a run was made, its results:
 """
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
@@ -44,11 +44,11 @@ make gpu-rehearsal                        # a day on a CPU in three calls, of wh
 make gpu-page ARCHIVE=build/gpu-day.zip   # writes the results into this page
 ```
 
-A day is made for 30 minutes on a GPU, in calls of 9.5 minutes. After every part one archive has all results, so
-a killed call loses only one part. On a bare machine without a network and without a virtual environment,
-`make gpu-day PYTHON=python3` uses the installed packages; `python -m tests.gpu.pack` packs missing ones beforehand. For a
-single test or benchmark: `make test-gpu`, `make bench-gpu`. [The order, and the expected
-results](../guide/first_gpu_run.md#the-day).
+A day is made for 30 minutes on a GPU, in calls of 9.5 minutes. After every part one archive has all
+results, so a killed call loses only one part. On a bare machine without a network and without a virtual
+environment, `make gpu-day PYTHON=python3` uses the installed packages; `python -m tests.gpu.pack` packs
+missing ones beforehand. For a single test or benchmark: `make test-gpu`, `make bench-gpu`. [The order, and
+the expected results](../guide/first_gpu_run.md#the-day).
 
 The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which the parts about
 them set. All other parts use the defaults.
