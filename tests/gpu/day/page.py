@@ -31,8 +31,8 @@ RECORDS = ROOT / "site" / "records" / "gpu"
 PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
 LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
-NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared commands,
-which need a GPU and a torch built for it, how a first run proceeds and, once a run was made, its results:
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared
+commands, which need a GPU and a torch built for it, how a first run proceeds and, after a run, its results:
 """
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
