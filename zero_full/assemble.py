@@ -273,9 +273,9 @@ def _check_disk_space(opened: Sequence[tuple[Tier | ParamStore, int]], topology:
     if not opened:
         return
     mine = [((socket.gethostname(), each.disk_id), need) for each, need in opened]
-    told = gather_objects(mine, topology)
+    needs = gather_objects(mine, topology)
     for (each, _), (here, _) in zip(opened, mine, strict=True):
-        together = sum(need for theirs in told.values() for place, need in theirs if place == here)
+        together = sum(need for theirs in needs.values() for place, need in theirs if place == here)
         attempt(partial(each.check_space, together), topology)
 
 
@@ -292,10 +292,10 @@ def _device(model: nn.Module) -> torch.device:
 
 def _shares_memory() -> bool:
     """Return whether shared memory is enabled. ZERO_FULL_SHARED_MEMORY=off disables it."""
-    said = os.environ.get(SWITCH, "on").lower()
-    if said not in ("on", "off"):
-        raise ValueError(f"{SWITCH}={said!r}: set it to on or off")
-    return said == "on"
+    value = os.environ.get(SWITCH, "on").lower()
+    if value not in ("on", "off"):
+        raise ValueError(f"{SWITCH}={value!r}: set it to on or off")
+    return value == "on"
 
 
 def _check_distributed(topology: Topology) -> None:

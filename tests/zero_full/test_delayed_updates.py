@@ -225,11 +225,11 @@ def grown(comm: Any) -> list[tuple[Any, ...]]:
             one_step(engine, step % 5, comm.rank)
             if step in (4, 199):
                 held = engine.optimizer.holdings()
-                aside = [tensor.data_ptr() for tensor in engine.optimizer.delayed.aside.values()]
+                copies = [tensor.data_ptr() for tensor in engine.optimizer.delayed.gradient_copies.values()]
                 sizes = {kind: sum(t.nbytes for t in tensors) for kind, tensors in held.items()}
                 gc.collect()
                 tensors = sum(isinstance(each, Tensor) for each in gc.get_objects())
-                told.append((sizes, aside, threading.active_count(), tensors))
+                told.append((sizes, copies, threading.active_count(), tensors))
         engine.destroy()
     return [*told, (threading.active_count(),)]
 

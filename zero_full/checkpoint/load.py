@@ -344,10 +344,12 @@ class CheckpointLoad:
             attempt(self._restore_rng)
             attempt.agree()
         except Exception as error:
-            told = f"{error}. Some parameters are changed already and others are not. Load a checkpoint again"
+            message = (
+                f"{error}. Some parameters are changed already and others are not. Load a checkpoint again"
+            )
             if not isinstance(error, CheckpointError):
-                raise CheckpointError(told) from error
-            error.args = (told,)  # the error itself, which is marked to be printed by one rank only
+                raise CheckpointError(message) from error
+            error.args = (message,)  # the error itself, which is marked to be printed by one rank only
             raise
 
     def fill(self) -> None:

@@ -169,13 +169,15 @@ class Simulation:
     ) -> Tier:
         """Count the host memory that only the drafts show, and open the tier without its checks."""
         memory, tier = host_memory(base, dealer, drafts, self.planned), dealer.settings.tier
-        self.pinned = self.aside = 0  # bytes of host memory: page-locked, and gradients of a delayed update
+        self.pinned = self.gradient_copies = (
+            0  # bytes of host memory: page-locked, and gradients of a delayed update
+        )
         self.early = sum(memory.early_rooms) + memory.early
         if isinstance(tier, HostTier) and tier.locks(self.planned):
             self.pinned = Places(memory.arena).size
         if tier.delay_after is not None:
-            aside = Sizes(base, dealer, self.planned).aside
-            self.aside = sum(aside(draft) for draft in drafts.offloaded if not draft.kind.asleep)
+            size_of = Sizes(base, dealer, self.planned).gradient_copies
+            self.gradient_copies = sum(size_of(draft) for draft in drafts.offloaded if not draft.kind.asleep)
         return tier.open(memory.rooms, device)
 
     # A step --------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class Simulation:
         if isinstance(tier, FakeBlockTier):
             host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
         else:
-            host += excess + self.early + self.aside
+            host += excess + self.early + self.gradient_copies
         param_store = self.param_store if isinstance(self.param_store, FakeFileParamStore) else None
         return {
             "host": host + (param_store.buffers if param_store else 0),

@@ -45,7 +45,7 @@ def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.d
     sizes, tier = Sizes(base, dealer, device), dealer.settings.tier
     away = [draft for draft in drafts.reduce_order if draft in drafts.offloaded and not draft.kind.asleep]
     passing = [size for draft in away for size in sizes.passing(draft) if device.type != "cpu"]
-    passing += [sizes.aside(draft) for draft in away if tier.delay_after is not None]
+    passing += [sizes.gradient_copies(draft) for draft in away if tier.delay_after is not None]
     parameters, parameters_in_file, parameter_buffers = sizes.released(drafts)
     early_rooms, early = sizes.early(away)
     rooms, states = list(map(sizes.master, away)), list(map(sizes.state, away))
@@ -115,7 +115,7 @@ class Sizes:
         gradients = draft.layout.shard * self.dtypes.accumulate_of(self._own(draft)).itemsize
         return [gradients, copy] if copy else [gradients]
 
-    def aside(self, draft: Draft) -> int:
+    def gradient_copies(self, draft: Draft) -> int:
         """Return the bytes of the gradients that a delayed update copies, see `delayed_update.py`."""
         own = self._own(draft)
         on_cpu = self.device.type == "cpu"

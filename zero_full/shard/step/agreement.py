@@ -506,8 +506,8 @@ def gather_messages(groups: Groups, mine: Sequence[str], what: str) -> list[str]
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
     for group in groups.everyone:
         group.sum_numbers(count, what)
-    told = list(mine)
+    messages = list(mine)
     if count.item():
         for group in groups.everyone:
-            told = [one for each in group.gather_objects(told, what) for one in each]
-    return list(dict.fromkeys(told))
+            messages = [one for each in group.gather_objects(messages, what) for one in each]
+    return list(dict.fromkeys(messages))

@@ -44,5 +44,5 @@ def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
         except CopyError as error:
             failures.append(error)
     mine = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
-    if told := gather_messages(groups, mine, "parameters that were sent"):
-        raise CopyError("; ".join(told)) from (failures[0] if failures else None)
+    if messages := gather_messages(groups, mine, "parameters that were sent"):
+        raise CopyError("; ".join(messages)) from (failures[0] if failures else None)

@@ -66,7 +66,7 @@ class DelayedUpdates:
         self.lane = ThreadLane("zero_full-delayed-update")
         self.current: Update | None = None
         self.taken: int | None = None  # updates until now; None: look it up in the optimizer's state
-        self.aside: dict[TrainedGroup, Tensor] = {}  # copies of the gradients of the current update
+        self.gradient_copies: dict[TrainedGroup, Tensor] = {}  # copies of the gradients of the current update
         self.broken = ""  # the message of the failure after which no update can be made
         state.settled = partial(_wait, weakref.ref(self))  # weak: a deepcopy of the state copies no run
 
@@ -127,10 +127,12 @@ class DelayedUpdates:
 
     def _kept(self, group: TrainedGroup, member: Member, gradient: Tensor) -> Tensor:
         """Copy a gradient into memory that is allocated once and reused in every step."""
-        room = self.aside.get(group)
+        room = self.gradient_copies.get(group)
         if room is None or room.dtype != gradient.dtype:
             shard = group.parameters.shard
-            room = self.aside[group] = group.master.tier.allocate(shard.numel(), gradient.dtype, shard.device)
+            room = self.gradient_copies[group] = group.master.tier.allocate(
+                shard.numel(), gradient.dtype, shard.device
+            )
         place = group.parameters.piece_of(room, member)
         assert place is not None
         return place.copy_(gradient.reshape(place.shape))
@@ -186,14 +188,14 @@ class DelayedUpdates:
             group.master.is_updating = False
             group.master.put_away()
 
-    def give_up(self, update: Update) -> None:
+    def discard(self, update: Update) -> None:
         """Discard the update, because all values will be loaded."""
         self.wait()
         self.current = None
         for group in update.groups:
             group.master.is_updating = False
 
-    def refuse(self, call: str) -> None:
+    def check_none_pending(self, call: str) -> None:
         """Raise RuntimeError if an update is pending; for a `call` that a rank may make alone."""
         if self.current is not None:
             raise RuntimeError(PENDING.format(call=call))
@@ -203,7 +205,7 @@ class DelayedUpdates:
         self.wait()
         self.current = None
         self.lane.close()
-        self.aside.clear()
+        self.gradient_copies.clear()
 
 
 def _wait(updates: "weakref.ref[DelayedUpdates]") -> None:

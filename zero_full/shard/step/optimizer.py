@@ -354,7 +354,7 @@ class ZeroOptimizer(OptimizerProxy):
             ("gradient clipping", clip),
             ("a backward pass before the step", reducer.had_pass),
             ("order of reductions", reducer.order_checksum),
-            ("signals watched", self.signals.told),
+            ("signals watched", self.signals.description),
         ]
         differ = self.local_steps is not None and self.contents.stepper.ranks_differ
         # During local steps parameters differ by design, and a write has raised in LocalSteps.
@@ -419,7 +419,7 @@ class ZeroOptimizer(OptimizerProxy):
         applies = finite or (not self.gradients.are_own and not checks_overflow)
         if not finite:
             loss, everyone = self.accumulation.loss, self.groups.everyone
-            self.report.tell(self.trained, loss, everyone, applies, self.scaler)
+            self.report.log_report(self.trained, loss, everyone, applies, self.scaler)
         return Decision(applies, finite, norm, agreed.used, self._clip)
 
     def _update(self, decision: Decision) -> Decision:
@@ -502,7 +502,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.gradients.next_clip = None
         self.gradients.end_step()
         if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
-            self.report.learn(self.scaler, overflow=not decision.finite)
+            self.report.update_scale(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
             act()
         self.accumulation.forget_losses()  # after `at_step`, where the loss is read
@@ -663,7 +663,7 @@ class ZeroOptimizer(OptimizerProxy):
     def check_no_pending_update(self, call: str) -> None:
         """Raise RuntimeError if a delayed update is pending; for a `call` that a rank may make alone."""
         if self.delayed is not None:
-            self.delayed.refuse(call)
+            self.delayed.check_none_pending(call)
 
     def catch_up(self) -> None:
         """Bring masters up to date with writes by user code, before parameters or masters are read."""
@@ -742,7 +742,7 @@ class ZeroOptimizer(OptimizerProxy):
         if (update := delayed.current) is None:
             return
         if self.unfinished.is_cut_short:  # all values will be loaded: discard this update
-            return delayed.give_up(update)
+            return delayed.discard(update)
         if self.reducer.backward.running:
             raise RuntimeError(
                 "a delayed update cannot be completed during a backward pass. Call finish_update() between "
@@ -889,7 +889,7 @@ class ZeroOptimizer(OptimizerProxy):
         if self.steppers.early is not None:
             away += self.steppers.early.held()
         if self.delayed is not None:
-            away += self.delayed.aside.values()
+            away += self.delayed.gradient_copies.values()
         if copy_threads is not None:
             away += copy_threads.held()
         listed = self.parts.groups if groups is None else groups

@@ -25,7 +25,7 @@ class NonFinite:
     def __init__(self) -> None:
         self.finding = ""  # the last report
 
-    def tell(
+    def log_report(
         self,
         trained: Sequence[TrainedGroup],
         loss: Tensor | None,
@@ -51,7 +51,7 @@ class NonFinite:
             level = logging.INFO if isinstance(scaler, DynamicScale) else logging.WARNING
             log.log(level, "step %s: %s", what, self.finding)
 
-    def learn(self, scaler: StaticScale, overflow: bool) -> None:
+    def update_scale(self, scaler: StaticScale, overflow: bool) -> None:
         """Update the loss scale after a step, and add the report to its error."""
         try:
             scaler.update(overflow)

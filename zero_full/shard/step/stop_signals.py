@@ -24,7 +24,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.before: dict[signal.Signals, Any] = {}  # the previous handlers
-        self.told = ""  # the watched signals and their purpose, which must be equal on all ranks
+        self.description = ""  # the watched signals and their purpose, which must be equal on all ranks
         self.came: signal.Signals | None = None  # the signal that this rank received
         self.requested = False  # any rank received one; equal on all ranks
         self.process = 0  # the id of the process that called `watch`
@@ -54,7 +54,7 @@ class StopSignals:
                 which = before or "outside of Python"
                 log.warning("%s: its handler %s is not called until destroy", number.name, which)
             self.before[number] = before
-        self.told = f"{', '.join(sorted(number.name for number in wanted))} {purpose}".strip()
+        self.description = f"{', '.join(sorted(number.name for number in wanted))} {purpose}".strip()
 
     def leave(self) -> None:
         """Restore the previous handlers."""
@@ -62,7 +62,7 @@ class StopSignals:
             for number, before in self.before.items():
                 if signal.getsignal(number) == self._note:  # else other code has replaced our handler
                     signal.signal(number, signal.SIG_DFL if before is None else before)
-            self.before, self.told = {}, ""
+            self.before, self.description = {}, ""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self.process:

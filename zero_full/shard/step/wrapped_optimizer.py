@@ -91,7 +91,7 @@ def raise_on_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Re
     Returns the hooks.
     """
 
-    def refuse(param: Tensor) -> None:
+    def raise_error(param: Tensor) -> None:
         raise RuntimeError(
             f"backward at stage {stage} of an engine without an optimizer. Pass one to initialize, or add "
             '"optimizer" to the config, or freeze the model if it is not trained'
@@ -100,7 +100,7 @@ def raise_on_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Re
     if not isinstance(base, NoOptimizer) or base.param_groups:
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
-    return [param.register_post_accumulate_grad_hook(refuse) for param in trained]
+    return [param.register_post_accumulate_grad_hook(raise_error) for param in trained]
 
 
 def zero_in_place(params: Iterable[Parameter]) -> None:
