@@ -277,7 +277,7 @@ class Recording:
 
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors that a module itself, without its children, has in its state dict."""
+    """Yield a module's own entries of its state dict, without its children's: names and tensors."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_persistent_buffer(module, name):

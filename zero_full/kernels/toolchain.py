@@ -1,4 +1,4 @@
-"""The compilers with their versions, and the directory of torch.
+"""Find the compilers and their versions, and torch's directory.
 
 This module uses the standard library only, and finds torch without importing it: the installation may have
 torch installed but not importable, and the doctor must work with a broken torch.

@@ -324,7 +324,7 @@ class PipelineEngine(Engine):
         self.data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Read batches from this loader again and again, if a call gets no iterator."""
+        """Read batches from this loader repeatedly, if a call gets no iterator."""
         self.training_dataloader = loader
         self.data_iterator = RepeatingLoader(loader)
 

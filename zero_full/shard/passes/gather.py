@@ -190,7 +190,7 @@ class ParameterGatherer:
             group.parameters.finish_gather()
 
     def gather_exactly(self, group: ParameterGroup) -> None:
-        """Gather the parameters as `gather`, and without quantization, also where training quantizes."""
+        """Gather the parameters as `gather` does, but without quantization, even if training quantizes."""
         if group.parameters.gather_exactly is not None:
             self.release(group)  # forward may have left rounded values
         self.gather(group, exactly=True)

@@ -73,7 +73,7 @@ class SpeculativeSteps:
         self.right = self.wrong = 0  # numbers of guesses
 
     def held(self) -> list[Tensor]:
-        """Return the memory that holds no slice's current values."""
+        """Return the separate memory of speculative steps, which holds no slice's current values."""
         return [tensor for other in list(self.others.values()) for tensor in other]
 
     def close(self) -> None:
