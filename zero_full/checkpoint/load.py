@@ -374,7 +374,7 @@ class CheckpointLoad:
         load_others(self.module, self.extra_state)  # again, as hooks may compute from the new parameters
 
     def _facts(self) -> dict[str, Any]:
-        """Return the saved facts that this run loads. A static loss scale is the configuration's."""
+        """Return the saved facts that apply here. A static loss scale is that of the configuration."""
         facts, scaler = dict(self.source.shared), self.optimizer.scaler
         is_alike = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
         if not (is_alike and isinstance(scaler, DynamicScale)):

@@ -1,4 +1,4 @@
-"""Changed elements: one bit for each element of this rank's slice that a step has changed.
+"""Which elements of this rank's slice of the parameters steps have changed, as one bit each.
 
 Made only for runs that ask for it, by `engine.weights(delta=True)`. A step keeps the slice's old values while
 it writes the new ones, and compares their bits. An element counts as changed until `clear`, also if a later
@@ -38,7 +38,7 @@ class ChangedElements:
         self.written = torch.zeros((), dtype=torch.bool, device=device)
 
     def keep(self, overwritten: Tensor | None) -> None:
-        """Copy the slice before a step overwrites it in place; None: the step does not."""
+        """Keep the slice's values before a step overwrites them in place; None: the step does not."""
         self.is_kept = True
         if overwritten is not None:
             self.look(overwritten)
@@ -67,7 +67,7 @@ class ChangedElements:
             self.bits[low // 8 : low // 8 + packed.numel()] |= packed.view(torch.uint8)[HIGHEST::8]
 
     def look(self, present: Tensor) -> None:
-        """Count every element as changed if the slice was written between steps. The host does not wait."""
+        """Count every element as changed if the slice is not as the last step has left it. No host waits."""
         if self.sums is not None:
             sums = column_sums(present)  # of another shape once a frozen parameter is trained
             differs = (sums != self.sums if sums.shape == self.sums.shape else torch.ones_like(sums)).any()
@@ -92,7 +92,7 @@ class ChangedElements:
         return torch.stack(parts).sum() if parts else self.bits.new_zeros((), dtype=torch.int64)
 
     def clear(self, present: Tensor) -> None:
-        """Mark all elements as unchanged. `present`: the slice."""
+        """Count no element as changed any more. `present`: the slice."""
         self.bits.zero_()
         self.written.zero_()
         self.sums = column_sums(present)
