@@ -160,7 +160,7 @@ def holds_latest(directory: Path) -> bool:
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
-    """Open the checkpoint with this tag, or the latest, or the one that `directory` itself is."""
+    """Open the checkpoint with this tag, or the latest one, or `directory` if it is itself a checkpoint."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} does not exist or is not a folder. Pass the folder of save_checkpoint"

@@ -48,7 +48,7 @@ Range = tuple[int, int]
 
 
 class MadeFor(NamedTuple):
-    """The rank and buffer that errors belong to. They are meaningless for any other."""
+    """Identity of compression errors: the rank and the buffer that they belong to."""
 
     elements: int  # that are sent
     ranks: int

@@ -1,4 +1,4 @@
-"""Lanes: where collectives run, at once, on a thread beside backward, or on a side stream.
+"""Lanes run collectives: at once, on a thread beside backward, or on a side stream.
 
 A lane runs its jobs in the order in which they were submitted. `wait` returns when a job is done; on a GPU it
 makes the current stream wait instead. "Overlap" in this package means a lane other than `InlineLane`.

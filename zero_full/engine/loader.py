@@ -159,7 +159,7 @@ def leave_signals(worker_id: int) -> None:
 
 
 class RepeatingLoader:
-    """Repeats a loader without end. Attributes that it does not have are the loader's.
+    """Repeats a loader without end. Attributes that it lacks are looked up in the loader.
 
     Calls `set_epoch` of the loader's sampler before each new pass, so that it shuffles anew.
     """

@@ -57,7 +57,7 @@ class Reporting:
             _show(f"step {step}: {times}")
 
     def _parts(self, loss: float | None, means: Means, skipped: int) -> Iterator[str]:
-        """Yield the parts of a line."""
+        """Yield the parts of a progress line: loss, times, rates, norm, memory."""
         optimizer = self.meter.optimizer
         if loss is not None:
             digits = f"{loss:.4f}" if 1e-3 <= abs(loss) < 1e4 else f"{loss:.5g}"

@@ -43,7 +43,7 @@ class FlatSource:
 
     @property
     def is_live(self) -> bool:
-        """Whether the parameters themselves are handed over."""
+        """Whether the values are the model's parameters themselves, not a copy."""
         return self.is_whole and self.dtype == self.flat.dtype
 
     def fill(self, place: Tensor, low: int) -> None:

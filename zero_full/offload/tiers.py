@@ -139,7 +139,7 @@ class HostTier(Tier):
         return tensor.to(CPU)
 
     def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
-        """Return the copies down and up, which run at once; None if the device's memory is the host's."""
+        """Return the copiers to the host and to the device; None if the model is in host memory."""
         if device.type in ("cpu", "meta"):
             return None
         return StreamCopier(device), StreamCopier(device)

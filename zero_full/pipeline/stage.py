@@ -256,5 +256,5 @@ def precision_of(
 
 
 def as_is(loss: Tensor) -> Tensor:
-    """Return a loss that no backward pass starts from."""
+    """Return the loss unscaled: in evaluation no backward pass follows."""
     return loss

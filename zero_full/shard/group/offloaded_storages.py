@@ -13,7 +13,7 @@ from zero_full._compat import identity_of
 
 
 class OffloadedStorages:
-    """The storages that are empty now, with copies of their contents."""
+    """Offloaded tensors: their storages, which are empty, and copies of the contents."""
 
     def __init__(self) -> None:
         self.copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by the storage's identity
