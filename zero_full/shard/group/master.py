@@ -184,7 +184,7 @@ class Master:
         self.copies = None
 
     def hands_over(self, dtype: torch.dtype) -> bool:
-        """Return whether the master is handed over in this dtype: then it has more precision."""
+        """Return whether to hand over the master, not the parameters, in this dtype: it is more precise."""
         return self.has_copies and dtype != self.parameters.dtype
 
     def observed(self, dtype: torch.dtype) -> Tensor:
