@@ -227,8 +227,12 @@ def zero_full(
     alone: bool = False,
     offload: dict[str, Any] | None = None,
     offload_param: dict[str, Any] | None = None,
+    messages: bool = False,
 ) -> Callable[[Setup], Trainee]:
-    """Ours. `alone`: every rank is a world of its own. `offload`: the section offload_optimizer."""
+    """Ours. `alone`: every rank is a world of its own. `offload`: the section offload_optimizer.
+
+    `messages`: ranks send messages, as ranks of several hosts do, and share no memory.
+    """
 
     def build(setup: Setup) -> Trainee:
         import zero_full as ours
@@ -240,6 +244,7 @@ def zero_full(
         params = {**ADAMW, "betas": list(ADAMW["betas"])}
         config["optimizer"] = {"type": "AdamW", "params": params}
         config["zero_optimization"]["overlap_comm"] = setup.overlap
+        config["shared_memory"] = not messages
         if offload is not None:
             config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
         if offload_param is not None:
@@ -312,6 +317,7 @@ ROWS: dict[str, Row] = {
     "FSDP2": Row(fsdp2, "DDP", "the equal of stage 3"),
     **{f"DeepSpeed {stage}": Row(deepspeed(stage), "DDP") for stage in (0, 1, 2, 3)},
     **{f"zero_full {stage}": Row(zero_full(stage), "DDP") for stage in (0, 1, 2, 3)},
+    **{f"zero_full {stage}, messages": Row(zero_full(stage, messages=True), "DDP") for stage in (0, 1, 2, 3)},
 }
 
 

@@ -1,17 +1,18 @@
-"""How long a training step takes: every peer and every stage of ours, side by side on 2 gloo ranks.
+"""How long a training step takes: every peer and every stage of ours, side by side on gloo ranks.
 
     python -m tests.bench.step_time --sizes 10M 50M --dtypes fp32 bf16 --rounds 8
     python -m tests.bench.step_time --device cuda --sizes 125M --dtypes bf16 --one-at-a-time --throughput
 
 Each round visits every row, in an order that rotates; a visit warms up and then times a few steps. Two ranks
-with one thread each; the step of a round is over when its slower rank is. Identical weights, data and AdamW
-everywhere, and the losses are compared, so that a fast row that computes something else is seen. For bf16 the
-matrix products of a CPU hide everything else, so there the *added* time is compared: the step minus forward
-and backward of the same model without any engine. Bytes sent stand there twice: what the kernel saw on the
-loopback, headers included (anything else that talks over it during the run is in there, too), and what the
-row itself counts. Ranks of one host that hand each other data through shared memory leave the loopback empty.
-On GPUs there is a rank for each, over NCCL; times are the devices', and whole steps are compared in bf16,
-too. The last line is JSON. See `peers.py` for how to install DeepSpeed; what is missing is left out.
+(`--ranks`) with one thread each; the step of a round is over when its slower rank is. Identical weights, data
+and AdamW everywhere, and the losses are compared, so that a fast row that computes something else is seen.
+For bf16 the matrix products of a CPU hide everything else, so there the *added* time is compared: the step
+minus forward and backward of the same model without any engine. Bytes sent stand there twice: what the kernel
+saw on the loopback, headers included (anything else that talks over it during the run is in there, too), and
+what the row itself counts. Ranks of one host that hand each other data through shared memory leave the
+loopback empty; in the rows "messages" they send all over it, as the peers do. On GPUs there is a rank for
+each, over NCCL; times are the devices', and whole steps are compared in bf16, too. The last line is JSON. See
+`peers.py` for how to install DeepSpeed; what is missing is left out.
 """
 
 import argparse
@@ -70,11 +71,12 @@ class Plan:
     keep: bool = True  # all rows alive at once; otherwise each visit builds and destroys its row
     device: str = "cpu"
     recompute: bool = False
+    ranks: int = WORLD  # on GPUs there is one for each
 
     @property
     def world(self) -> int:
-        """Ranks: two, or one for each GPU."""
-        return WORLD if self.device == "cpu" else torch.cuda.device_count()
+        """How many ranks there are."""
+        return self.ranks if self.device == "cpu" else torch.cuda.device_count()
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -230,10 +232,10 @@ def available_memory() -> float:
     return float("inf")
 
 
-def fits(size: str, rows: int) -> bool:
+def fits(size: str, rows: int, ranks: int) -> bool:
     """Can all rows stay alive at once? 16 bytes per parameter each, some scratch, half of it left free."""
     config = SIZES[size]
-    return 12 * config.layers * config.width**2 * 20 * rows * WORLD < available_memory() * 0.9
+    return 12 * config.layers * config.width**2 * 20 * rows * ranks < available_memory() * 0.9
 
 
 def measure(plan: Plan, limit: float) -> dict[str, Found]:
@@ -276,6 +278,9 @@ def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
         pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if aims else None))
         pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if aims else None))
         pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if aims else None))
+        pairs.append((f"{ours}, messages", f"DeepSpeed {stage}", None))
+        pairs.append((f"{ours}, messages", "DDP", None))
+    pairs += [("zero_full 3, messages", other, None) for other in ("DeepSpeed 3", "FSDP2", "DDP")]
     pairs.append(("zero_full 3", "DeepSpeed 3", 0.55 if fp32 else None))
     pairs.append(("zero_full 3", "FSDP2", 1.0 if gpu else 0.8 if fp32 else 0.5))
     done = {name for name, row in found.items() if row.step}
@@ -383,6 +388,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "50M"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--ranks", type=int, default=WORLD, help="on a CPU")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
@@ -405,10 +411,10 @@ def main() -> None:
     rates: dict[str, Any] = {}
     for size in asked.sizes:
         for dtype in asked.dtypes:
-            keep = not asked.one_at_a_time and fits(size, len(asked.rows))
+            keep = not asked.one_at_a_time and fits(size, len(asked.rows), asked.ranks)
             plan = Plan(size, dtype, tuple(asked.rows), asked.rounds, asked.warmup, asked.steps)
             plan = replace(plan, bucket=asked.bucket, overlap=not asked.no_overlap, keep=keep)
-            plan = replace(plan, device=asked.device, recompute=asked.recompute)
+            plan = replace(plan, device=asked.device, recompute=asked.recompute, ranks=asked.ranks)
             found = measure(plan, asked.limit)
             here = ratios(plan, found)
             life = "all rows alive at once" if keep else "one row alive at a time"
