@@ -96,6 +96,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -m tests.bench.units | tee build/bench/units.md
 	$(BIN)/python -m tests.bench.facade | tee build/bench/facade.md
+	$(BIN)/python -m tests.bench.commands | tee build/bench/commands.md
 	$(BIN)/python -m tests.bench.engines | tee build/bench/engines.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md

@@ -1,29 +1,31 @@
 """`python -m lessons`: read, try, be checked, get a hint."""
 
-import argparse
-import importlib
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from lessons.interrupt import INTERRUPTED, ends_imports
 
 try:
-    from lessons import exercise
-    from lessons.check import check
-    from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.interrupt import INTERRUPTED
-    from lessons.progress import accepted, places, places_of_passed, progress
-    from lessons.registry import COURSES, IN_ORDER, RELEASED, Lesson
-    from lessons.tables import console, print_table, waiting
-    from lessons.yours import run_on_yours, run_replaced
+    with ends_imports():
+        import argparse
+        import importlib
+        import json
+        import os
+        import sys
+        from collections.abc import Callable, Iterator
+        from dataclasses import asdict
+        from pathlib import Path
+        from typing import Any
+
+        from lessons import exercise
+        from lessons.check import check
+        from lessons.exercise import LessonError, find_lesson, shown
+        from lessons.progress import accepted, places, places_of_passed, progress
+        from lessons.registry import COURSES, IN_ORDER, RELEASED, Lesson
+        from lessons.tables import console, print_table, waiting
+        from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
-    sys.exit(
+    raise SystemExit(
         f"{missing.name} is not installed here. Once: make demo. Each time: source .venv/bin/activate\n"
         'Without make, once, in the folder of the project: python -m pip install -e ".[learn]"'
-    )
+    ) from None
 
 Chosen = argparse.Namespace
 EPILOG = "Most commands take the number of a lesson: python -m lessons check 1. Each says more with -h."
@@ -49,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         if "number" in chosen and chosen.number is None and chosen.run is not notebook:
             asked = "course" if chosen.command == "golf" else "lesson"
             raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
-        status: int = chosen.run(chosen)
+        with ends_imports():
+            status: int = chosen.run(chosen)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever read this, say `head`, wants no more

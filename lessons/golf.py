@@ -222,7 +222,7 @@ def golf(number: str) -> int:
         print("the rules, and where par can be beaten: site/docs/golf.md")
     command = [sys.executable, "-m", "lessons.golf", number, str(work)]
     try:
-        return subprocess.run(command, cwd=registry.ROOT, timeout=LIMIT).returncode
+        return interrupt.run(command, LIMIT, cwd=registry.ROOT).returncode
     except subprocess.TimeoutExpired:
         raise LessonError(f"stopped after {LIMIT} s: is there a loop that never ends?") from None
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lessons import last_words, replace
+from lessons import interrupt, last_words, replace
 from lessons.registry import ROOT
 
 QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these tests need no plugin, and start sooner without
@@ -19,12 +19,12 @@ def run_judge(
 ) -> tuple["subprocess.CompletedProcess[str]", last_words.End | None]:
     """What came of it, and how it ended if the tests could not go on, in which line of `works`.
 
-    `arguments` are `judge.main`'s behind the file for last words, and `how` is `subprocess.run`'s.
+    `arguments` are `judge.main`'s behind the file for last words, and `how` is `interrupt.run`'s.
     """
     env = {**os.environ, **replace.environment(places), **QUICK}
     with tempfile.TemporaryDirectory() as folder:
         words = Path(folder) / "last_words.txt"
         command = [sys.executable, "-m", "lessons.judge", str(words), *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=env, text=True, **how)
+        done = interrupt.run(command, cwd=ROOT, env=env, **how)
         written = words.read_text(encoding="utf-8") if words.exists() else ""
     return done, last_words.read(written, works)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lessons import replace
+from lessons import interrupt, replace
 from lessons.exercise import LessonError, shown, unanswered
 from lessons.progress import places as work_places
 from lessons.progress import stand_ins
@@ -28,7 +28,7 @@ def run_replaced(
     command = [sys.executable, "-m", "lessons.replaced", function, json.dumps(options)]
     env = {**os.environ, **replace.environment(places)}
     try:
-        return subprocess.run(command, cwd=ROOT, env=env, timeout=limit).returncode
+        return interrupt.run(command, limit, cwd=ROOT, env=env).returncode
     except subprocess.TimeoutExpired:
         raise LessonError(f"stopped after {limit:g} s: is there a loop that never ends?") from None
 

@@ -1,25 +1,29 @@
 """The command line: `python -m zero_full COMMAND`. `commands.py` describes the commands."""
 
-import argparse
-import os
-import sys
-from collections.abc import Sequence
+from zero_full.interrupt import INTERRUPTED, ends_imports
 
-from zero_full import __version__
-from zero_full.commands import COMMANDS, PROGRAM, Script
-from zero_full.errors import ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError
-from zero_full.formatting import printable
+with ends_imports():
+    import argparse
+    import os
+    import sys
+    from collections.abc import Sequence
+
+    from zero_full import __version__
+    from zero_full.commands import COMMANDS, PROGRAM, Script
+    from zero_full.errors import ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError
+    from zero_full.formatting import printable
 
 # Errors in the arguments or in a file that they name. Others are failures of the command, with a traceback.
 USAGE_ERRORS = (ConfigError, FitError, MigrateError, PlanError, RecordingError, UsageError)
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130  # exit codes. 0: fine
+FAILED, MISUSED = 1, 2  # exit codes. 0: fine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Without one, print the help."""
     try:
         try:
-            result = _run(arguments)
+            with ends_imports():
+                result = _run(arguments)
         finally:
             print(end="", flush=True)
     except BrokenPipeError:  # the reader has closed the pipe; Python would flush stdout once more at exit

@@ -71,6 +71,7 @@ ONE_STEP = "--rounds 1 --steps 1 --warmup 1"
 SMOKE = {
     "checkpoint": [Smoke("--directory DIRECTORY --size 50k --rounds 1", constants(exported=lambda *_: None))],
     "collectives": [Smoke("--ranks 2 --elements 1000 --dtypes fp32 --rounds 1")],
+    "commands": [Smoke("--rounds 1 --rows none.json")],
     "compare": [Smoke("HEAD --rows stage3-small --rounds 1 --steps 1", constants(LIMIT=100.0))],
     "compression": [
         Smoke("bytes --worlds 2 --steps 3"),

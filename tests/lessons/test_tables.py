@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lessons import __main__ as cli
-from lessons import registry
+from lessons import interrupt, registry
 from lessons.tables import print_table
 
 Capture = pytest.CaptureFixture[str]
@@ -63,6 +63,21 @@ def is_running(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no signal masks")
+def test_ctrl_c_waits_until_a_process_has_been_started() -> None:
+    code = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), end='')"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = None
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupt.held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert started is not None and started.communicate() == ("True", None)
 
 
 @pytest.mark.rotates

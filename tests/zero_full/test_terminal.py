@@ -222,19 +222,49 @@ def test_a_script_that_reads_json_finds_these_keys(folder: Path, capsys: Capture
 
 # Ctrl-C ----------------------------------------------------------------------------------------------
 
+# A module in torch's place that does with Ctrl-C what numpy does while it is imported.
+SLOW = """
+import time
+print("ready", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ImportError("a part is missing") from None
+"""
+
+
+def interrupted(arguments: list[str], folder: Path | None = None) -> tuple[int, str]:
+    """The exit code and stderr of a Python program that gets Ctrl-C after it has printed "ready"."""
+    pipe = subprocess.PIPE
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job does not
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=env, preexec_fn=heed
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_ctrl_c_is_one_line() -> None:
     code = "import zero_full.doctor.machine as m, time, zero_full.__main__ as command; "
     code += "m.report = lambda: (print('ready', flush=True), time.sleep(60)); "
     code += "import sys; sys.argv[1:] = ['doctor']; command.run()"
-    pipe = subprocess.PIPE
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job does not
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, preexec_fn=heed
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert interrupted(["-c", code]) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("zero_full doctor", "zero_full check ds.json", "zero_full inspect . --tag none"),
+        *("zero_full plan --model models:tiny --config ds.json --world 2", "lessons bill", "lessons run 1"),
+    ],
+)
+def test_ctrl_c_during_an_import_is_one_line(command: str, folder: Path) -> None:
+    (folder / "torch.py").write_text(SLOW)
+    assert interrupted(["-m", *command.split()], folder) == (130, "interrupted\n")
