@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from shutil import get_terminal_size
 
 from matplotlib.figure import Figure
 
@@ -224,10 +225,10 @@ def _time_in(bar: Bar, low: float, high: float) -> float:
     return end - start
 
 
-def _letters(bars: Sequence[Bar], step: float) -> str:
+def _letters(bars: Sequence[Bar], step: float, slots: int) -> str:
     """A row of the chart: for each slot the letter of what takes most of it, or a dot."""
     row = []
-    edges = [step * slot / COLUMNS for slot in range(COLUMNS + 1)]
+    edges = [step * slot / slots for slot in range(slots + 1)]
     for low, high in pairwise(edges):
         inside: dict[str, float] = {}
         for bar in bars:
@@ -240,10 +241,10 @@ def _letters(bars: Sequence[Bar], step: float) -> str:
     return "".join(row)
 
 
-def chart(run: Replay) -> str:
+def chart(run: Replay, slots: int = COLUMNS) -> str:
     """The step as text: a row of arithmetic for each rank, and the network that they share."""
-    rows = [f"rank {rank}   {_letters(bars, run.step)}" for rank, bars in enumerate(run.arithmetic)]
-    rows.append(f"network  {_letters(run.network, run.step)}")
+    rows = [f"rank {rank}   {_letters(bars, run.step, slots)}" for rank, bars in enumerate(run.arithmetic)]
+    rows.append(f"network  {_letters(run.network, run.step, slots)}")
     used = dict.fromkeys(bar.what for bars in (*run.arithmetic, run.network) for bar in bars)
     legend = ", ".join(f"{(PHASES | LANES)[what][0]} {what}" for what in used)
     return "\n".join([*rows, f"         {legend}, . idle"])
@@ -297,7 +298,7 @@ def duration(time: float) -> str:
     return f"{time * 1e9:.3g} ns" if time else "0 s"
 
 
-def report(recording: Recording, machine: Machine, size: Size) -> str:
+def report(recording: Recording, machine: Machine, size: Size, slots: int = COLUMNS) -> str:
     """The chart, the times, and the tokens from which communication hides."""
     run = replay(recording, machine, size)
     per_second = size.tokens * recording.micro_batches * len(recording.ranks) / run.step
@@ -309,7 +310,7 @@ def report(recording: Recording, machine: Machine, size: Size) -> str:
         ["the arithmetic stands still", duration(run.idle)],
         ["tokens/s of all ranks", f"{per_second:,.0f}"],
     ]
-    return f"{chart(run)}\n\n{columns(rows)}\n\n{hiding(recording, machine, size.parameters)}"
+    return f"{chart(run, slots)}\n\n{columns(rows)}\n\n{hiding(recording, machine, size.parameters)}"
 
 
 def hiding(recording: Recording, machine: Machine, parameters: float) -> str:
@@ -349,11 +350,12 @@ def show(
     chosen, size = machine_named(machine), Size(parameters, tokens)
     part = BUCKET if bucket is None else bucket
     numel = sum(p.numel() for p in GPT(CONFIG).parameters())
+    slots = max(1, min(COLUMNS, get_terminal_size().columns - len("network  ")))
     lines, runs = [], {}
     for name, make in TRAINERS[number].items():
         recording = record(make(max(1, round(part * numel))), world)
         runs[name] = replay(recording, chosen, size)
-        lines += [f"{name} on {chosen.name}\n", report(recording, chosen, size), ""]
+        lines += [f"{name} on {chosen.name}\n", report(recording, chosen, size, slots), ""]
     lines += [
         f"{world} ranks, {tokens:,.0f} tokens each, replayed as a model of {parameters:,.0f} parameters.",
         f"{chosen.name}: {chosen.latency:g} s, {chosen.bandwidth:g} bytes/s, {chosen.flops:g} FLOP/s.",

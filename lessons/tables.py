@@ -2,7 +2,9 @@
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from rich.console import Console
@@ -40,8 +42,9 @@ def print_table(rows: Sequence[Sequence[str]], title: str = "", right: bool = Fa
         return
     if title:
         out.print(title, markup=False)
-    for row in body:
-        out.print(stacked(header, row), markup=False)
+    fitted = partial(textwrap.fill, width=out.width, subsequent_indent="  ")
+    for line in "\n".join(stacked(header, row) for row in body).splitlines():
+        print(fitted(line, break_long_words=False, break_on_hyphens=False))  # paths stay whole
 
 
 def stacked(header: Sequence[str], row: Sequence[str]) -> str:

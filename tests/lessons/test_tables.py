@@ -35,6 +35,9 @@ def test_a_table_fits_the_terminal_or_is_printed_row_by_row(
     print_table(TEXTS)
     printed = capsys.readouterr().out
     assert printed.startswith("┏") or printed == "1  Stage 1\n  lessons/lesson.md\n  passed\n"
+    monkeypatch.setenv("COLUMNS", "15")
+    print_table(TEXTS)
+    assert "lessons/lesson.md\n" in capsys.readouterr().out  # a path is not cut
 
 
 def test_hand_ins_that_do_not_exist_are_an_error_with_those_that_do(

@@ -108,6 +108,15 @@ def test_a_table_is_as_wide_as_the_terminal(
     assert not [line for line in out.splitlines()[1:] if len(line) > width]
 
 
+def test_sums_are_texts_in_a_narrow_terminal(
+    root: Path, source: MemorySource, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = run(capsys, root)
+    assert re.search(r"\n  together +tensors \d", out)
+    assert not [line for line in out.splitlines()[1:] if len(line) > 40]
+
+
 def test_json_is_one_line_with_the_same(root: Path, source: MemorySource, capsys: Capture) -> None:
     code, out, _ = run(capsys, root, "--json")
     assert code == 0 and out.count("\n") == 1

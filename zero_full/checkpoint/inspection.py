@@ -157,7 +157,7 @@ class Inspection:
         for kind, sizes in {**self.totals, "together": together}.items():
             counts = (f"{sizes['tensors']:,}", f"{sizes['elements']:,}")
             sums.append((kind, *counts, human(sizes["bytes"]), f"{sizes['bytes']:,}"))
-        parts = [[str(self.source.path), *pairs(facts)], aligned(sums, right=True)]
+        parts = [[str(self.source.path), *pairs(facts)], fitted(sums)]
         parts += [self._list(kind, tensors) for kind, tensors in self.named.items()]
         if self.errors:
             more = [f"and {len(self.errors) - MOST} more"] * (len(self.errors) > MOST)
@@ -215,6 +215,16 @@ def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> 
         lines += [*first, line if fits else line[: column + wide].rstrip()]
         lines += [] if fits else table_row("", note, INDENT, width)
     return lines
+
+
+def fitted(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Format rows, of which the first is the header, as a table, or as texts if the terminal is narrow."""
+    lines, (header, *others) = aligned(rows, right=True), rows
+    if max(map(len, lines)) <= terminal_width():
+        return lines
+    return pairs(
+        [(name, ", ".join(map(" ".join, zip(header[1:], cells, strict=True)))) for name, *cells in others]
+    )
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: bool = False) -> list[str]:
