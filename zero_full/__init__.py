@@ -10,27 +10,15 @@ Names are imported on first use, so that `python -m zero_full doctor` runs even 
 `__init__.pyi` lists them, for this file as for type checkers.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from zero_full.lazy_names import on_first_use
+
 __version__ = "0.1.0"
-# The public names, and the modules that they are imported from.
-_MODULE_OF = {
-    name: module
-    for module, name in re.findall(
-        r"from (\S+) import \(?\s*(\w+) as", Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-    )
-}
-__all__ = sorted(_MODULE_OF)
+__all__, _import_name = on_first_use(globals())
 
 
 def __getattr__(name: str) -> Any:
-    if name == "assemble":  # a module, not a name of one
-        return import_module("zero_full.assemble")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'zero_full' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+    # `assemble` is a module, not a name of one.
+    return import_module("zero_full.assemble") if name == "assemble" else _import_name(name)

@@ -262,7 +262,7 @@ COMMANDS = (
         "inspect",
         "describe a checkpoint, and verify it",
         ("checkpoints", "checkpoints --verify", "checkpoints --tag global_step100 --json"),
-        _implementation("zero_full.checkpoint.export_inspect", "inspect", early_checks.inspect),
+        _implementation("zero_full.checkpoint.quick_inspect", "inspect", early_checks.inspect),
         (
             *CHECKPOINT,
             _flag("--verify", "read all data and compare checksums"),

@@ -9,6 +9,7 @@ from zero_full.formatting import human, terminal_width
 WIDTH = 24  # of the progress bar, in characters
 ON_TERMINAL, ELSEWHERE = 0.1, 10.0  # seconds between two updates of the progress
 Line = TypeVar("Line", bound="TerminalLine")
+Advance = Callable[[int], None]  # progress callback, called with the bytes of each chunk
 
 
 class TerminalLine:

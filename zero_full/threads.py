@@ -10,12 +10,16 @@ Grad mode is a thread's own, too: the maker's does not hold in a new thread, and
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
-def current_device() -> torch.device | None:
+def current_device() -> "torch.device | None":
     """Return the calling thread's current accelerator; None if this process has not used one."""
+    import torch  # not at the top: `inspect` uses `checkpoint/disk.py` without torch
+
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return None
@@ -25,8 +29,10 @@ def current_device() -> torch.device | None:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def begin_thread(device: torch.device | None) -> None:
+def begin_thread(device: "torch.device | None") -> None:
     """Prepare the calling thread, which is new: autograd is off, and this device is the current one."""
+    import torch
+
     torch.set_grad_enabled(False)
     if device is not None:
         torch.accelerator.set_device_index(device.index)
@@ -42,6 +48,6 @@ def make_thread(target: Callable[[], object], name: str, daemon: bool = False) -
     return Thread(target=_run, args=(target, current_device()), name=name, daemon=daemon)
 
 
-def _run(target: Callable[[], object], device: torch.device | None) -> None:
+def _run(target: Callable[[], object], device: "torch.device | None") -> None:
     begin_thread(device)
     target()

@@ -42,7 +42,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"offload", "optim"},
     {"comm", "config", "doctor", "precision"},
     {"arguments", "progress"},
-    {"_compat", "errors", "formatting", "interrupt", "kernels", "layout", "nested"},
+    {"_compat", "errors", "formatting", "interrupt", "kernels", "layout", "lazy_names", "nested"},
     {"threads"},
 )
 KNOWS_NOTHING_OF = {  # what stands further down and is another matter nevertheless

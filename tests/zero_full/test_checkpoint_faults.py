@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from tests.zero_full.damaged import (
     sample,
     state_of,
 )
+from tests.zero_full.test_terminal import ended
 from zero_full.checkpoint import open_checkpoint
+from zero_full.checkpoint.description import describe, whole_of_pieces
+from zero_full.checkpoint.inspection import Inspection, Neighbours
 
 RUN = Layout(2, 2, "fp16")  # with a loss scale that moves
 TAG = "global_step2"
@@ -138,6 +142,37 @@ def meets_damage(comm: Any, saved: Path, place: Path) -> list[str]:
 
 def test_damage_is_named_on_every_rank_and_changes_nothing(saved: Path, tmp_path: Path) -> None:
     assert POOL.run(meets_damage, 2, saved, tmp_path / "run") == [[], []]
+
+
+def test_what_is_described_without_torch_is_what_the_reader_opens(saved: Path, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    for name, (damage, _) in DAMAGE.items():
+        copied(saved, place)
+        damage(place / TAG)
+        refused = refusal(lambda: open_checkpoint(place).close())
+        of_values = "the checksum of bytes" in refused  # which only --verify reads in all of the data
+        assert not refused or of_values or describe(place, None) is None, name
+    described = describe(saved, None)
+    assert described is not None
+    with closing(open_checkpoint(saved)) as source:
+        assert Inspection(described, Neighbours()).as_json() == Inspection(source, Neighbours()).as_json()
+        assert Inspection(described, Neighbours()).table() == Inspection(source, Neighbours()).table()
+    assert ended(saved.parent, "inspect run") == ["0", "False", "False"]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [["F32", [4], 0, 2, 0], ["F32", [4], 1, 3, 0]],
+        [["F32", [4], 0, 2, 0]],
+        [["F32", [4], 0, 2, 0], ["F16", [4], 2, 2, 0]],
+        [["F32", [4], 0, 2, 0, [0, 0, 2]], ["F32", [4], 2, 2, 0, [0, 2, 2]]],
+    ],
+    ids=["overlap", "gap", "two types", "blocks"],
+)
+def test_pieces_that_are_no_tensor_are_left_to_the_reader(pieces: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"unpack|elements"):
+        whole_of_pieces(pieces)
 
 
 def read_all(folder: Path) -> Any:

@@ -10,33 +10,10 @@ Every rank must call these functions. A failure on one rank is raised on all ran
     export_checkpoint("checkpoints", "out")   convert a checkpoint to safetensors, without the model
 
 which is also the command `python -m zero_full export`.
+
+Names are imported on first use, because `inspect` reads manifests without torch.
 """
 
-from zero_full.checkpoint.async_save import wait_for_checkpoint
-from zero_full.checkpoint.consolidate import export_checkpoint
-from zero_full.checkpoint.folder import SaveOptions, complete, latest_tag, unfinished
-from zero_full.checkpoint.load import LoadOptions, Resumed, load_checkpoint
-from zero_full.checkpoint.reading import open_checkpoint
-from zero_full.checkpoint.save import Extras, save_checkpoint
-from zero_full.checkpoint.weights import Unmatched, load_weights, save_16bit_model, save_weights
-from zero_full.errors import CheckpointError
+from zero_full.lazy_names import on_first_use
 
-__all__ = [
-    "CheckpointError",
-    "Extras",
-    "LoadOptions",
-    "Resumed",
-    "SaveOptions",
-    "Unmatched",
-    "complete",
-    "export_checkpoint",
-    "latest_tag",
-    "load_checkpoint",
-    "load_weights",
-    "open_checkpoint",
-    "save_16bit_model",
-    "save_checkpoint",
-    "save_weights",
-    "unfinished",
-    "wait_for_checkpoint",
-]
+__all__, __getattr__ = on_first_use(globals())

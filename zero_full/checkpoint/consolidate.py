@@ -3,7 +3,7 @@
 Tensors are read and written in chunks, so memory does not grow with the model or with its largest tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -19,11 +19,11 @@ from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.weights import SINGLE
 from zero_full.errors import CheckpointError
 from zero_full.formatting import human, listed, natural_order
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS
+from zero_full.progress import Advance
+from zero_full.shard.contents.keys import BUFFERS, PARAMETERS
 
 CHUNK = 4 * 2**20  # bytes of a tensor per read; peak memory is several chunks
 OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes that show that `out` is no folder
-Advance = Callable[[int], None]  # progress callback, called with the bytes of each chunk
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def check_platform() -> None:
         raise OSError("checkpoints are written and read on Linux and macOS only. On Windows, use WSL")
 
 
+def is_file_name(name: str) -> bool:
+    """Return whether the name is a plain file name, which cannot lead out of its folder."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
 @contextmanager
 def add_context(action: str, path: Path) -> Iterator[None]:
     """Add the current action and the file's path to an OSError."""

@@ -27,13 +27,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.rank_file import Payload, write
-from zero_full.checkpoint.safetensors_writer import is_file_name
+from zero_full.checkpoint.disk import is_file_name
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
+
+if TYPE_CHECKING:
+    from zero_full.checkpoint.rank_file import Payload
 
 LATEST, MANIFEST = "latest", "manifest.json"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
@@ -79,7 +81,7 @@ class CheckpointSave:
     directory: Path
     tag: str
     nonce: str
-    payload: Payload
+    payload: "Payload"
     about: Mapping[str, Any]
     ranks: tuple[int, ...]  # all ranks of the save
     options: SaveOptions
@@ -96,6 +98,8 @@ class CheckpointSave:
 
     def write(self, check: Callable[[], None] = lambda: None) -> Rows:
         """Write this rank's files. `check` is called in between. If it raises, the save ends."""
+        from zero_full.checkpoint.rank_file import write  # not at the top: reading a manifest needs no torch
+
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} does not exist on this host, but rank {min(self.ranks)} has made it. Save "

@@ -5,13 +5,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zero_full.checkpoint.consolidate import Advance
+from zero_full.checkpoint.description import Described, DescribedTensor
 from zero_full.checkpoint.folder import TEMPORARY
-from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.errors import CheckpointError
 from zero_full.formatting import INDENT, human, listed, natural_order, shown, table_row, terminal_width
-from zero_full.shard.contents.state import PARAMETERS, STATE
+from zero_full.progress import Advance
+from zero_full.shard.contents.keys import PARAMETERS, STATE
+
+if TYPE_CHECKING:
+    from zero_full.checkpoint.source import Source
 
 LATEST = ("latest", "latest_universal")  # files that name the newest checkpoint
 MOST = 20  # largest number of errors shown
@@ -61,7 +65,7 @@ def _latest(root: Path) -> str | None:
     return None
 
 
-def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
+def verify(source: "Source", advance: Advance = lambda size: None) -> list[str]:
     """Read all data and return the distinct error messages."""
     errors: dict[str, None] = {}
 
@@ -82,7 +86,7 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
     return list(errors)
 
 
-def total(tensors: Collection[StoredTensor]) -> dict[str, int]:
+def total(tensors: Collection[DescribedTensor]) -> dict[str, int]:
     """Return the number of tensors, their elements and their bytes."""
     return {
         "tensors": len(tensors),
@@ -94,10 +98,10 @@ def total(tensors: Collection[StoredTensor]) -> dict[str, int]:
 class Inspection:
     """The description of a checkpoint, with the errors of its verification if that was requested."""
 
-    def __init__(self, source: Source, around: Neighbours, errors: list[str] | None = None) -> None:
+    def __init__(self, source: Described, around: Neighbours, errors: list[str] | None = None) -> None:
         self.source, self.around = source, around
         self.errors = errors  # None: not verified
-        kinds: dict[str, dict[str, StoredTensor]] = {}  # by kind, as "state/exp_avg", by name
+        kinds: dict[str, dict[str, DescribedTensor]] = {}  # by kind, as "state/exp_avg", by name
         for key in sorted(source.tensors, key=_place):
             kind, _, name = key.partition("/")
             if kind.partition("@")[0] == STATE:
@@ -166,7 +170,7 @@ class Inspection:
             parts.append([f"verified: {human(together['bytes'])} can be read and are what was written"])
         return "\n\n".join("\n".join(part) for part in parts)
 
-    def _list(self, kind: str, tensors: dict[str, StoredTensor]) -> list[str]:
+    def _list(self, kind: str, tensors: dict[str, DescribedTensor]) -> list[str]:
         aliases = self.source.aliases
         notes: dict[str, list[str]] = {}
         for name in self.source.shared.get("frozen") or []:
@@ -193,7 +197,7 @@ def _value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else shown(value, str)
 
 
-def _type(stored: StoredTensor) -> str:
+def _type(stored: DescribedTensor) -> str:
     return str(stored.dtype).removeprefix("torch.")
 
 

@@ -31,8 +31,9 @@ from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.access.gathered_parameters import load_others, own_and_made
+from zero_full.shard.contents.keys import BUFFERS, OWN, PARAMETERS
 from zero_full.shard.contents.rank_state import OF_THIS_RUN, check_facts, load_facts
-from zero_full.shard.contents.state import BUFFERS, OWN, PARAMETERS, Chunk, NewState, copy_back
+from zero_full.shard.contents.state import Chunk, NewState, copy_back
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 

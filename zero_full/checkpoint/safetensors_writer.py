@@ -26,26 +26,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from zero_full.checkpoint.disk import NO_LINKS, add_context
+from zero_full.checkpoint.disk import NO_LINKS, add_context, is_file_name
+from zero_full.checkpoint.element_types import ELEMENT_TYPES
 
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+CODES = {getattr(torch, each.name): code for code, each in ELEMENT_TYPES.items()}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -116,11 +100,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def part_of(path: Path) -> Path:
     """Return the path under which a file is written until it is complete."""
     return path.with_name(f"{path.name}.part")
-
-
-def is_file_name(name: str) -> bool:
-    """Return whether the name is a plain file name, which cannot lead out of its folder."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def check_file_name(argument: str, name: str | os.PathLike[str]) -> str:

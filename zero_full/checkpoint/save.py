@@ -30,7 +30,8 @@ from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import by_value
 from zero_full.shard.access.gathered_parameters import names_and_values
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS, STATE, Chunk
+from zero_full.shard.contents.keys import BUFFERS, PARAMETERS, STATE
+from zero_full.shard.contents.state import Chunk
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.step.optimizer import ZeroOptimizer
 

@@ -16,26 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.shard.contents.state import Chunk, entry_of, state_key
+from zero_full.checkpoint.description import DescribedTensor
+from zero_full.shard.contents.keys import entry_of, state_key
+from zero_full.shard.contents.state import Chunk
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(DescribedTensor):
     """Description of a tensor in a checkpoint. Its pieces cover all elements without gaps."""
 
-    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     pieces: tuple[tuple[int, int], ...]  # (start, stop) of each stored range of elements, in order
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.numel * self.dtype.itemsize
 
 
 class Source(ABC):

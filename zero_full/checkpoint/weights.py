@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from zero_full.checkpoint.disk import is_file_name
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.safetensors_writer import (
     CODES,
@@ -37,7 +38,6 @@ from zero_full.checkpoint.safetensors_writer import (
     check_export,
     check_file_name,
     flush_part,
-    is_file_name,
     new_part,
     open_part,
     part_of,

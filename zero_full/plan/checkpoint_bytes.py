@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from zero_full._compat import clean_name
 from zero_full.checkpoint.save import SaveContents, share_of
-from zero_full.shard.contents.state import entry_of
+from zero_full.shard.contents.keys import entry_of
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 

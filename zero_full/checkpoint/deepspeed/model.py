@@ -9,7 +9,7 @@ from zero_full.checkpoint.deepspeed.saved_source import SavedSource, StoredRange
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import SavedDynamicScaler, SavedStaticScaler, load_saved
 from zero_full.errors import CheckpointError
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS
+from zero_full.shard.contents.keys import BUFFERS, PARAMETERS
 
 Shapes = Mapping[str, tuple[int, ...]]  # parameter shapes by name, in the order of the flat buffer
 

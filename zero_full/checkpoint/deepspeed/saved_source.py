@@ -17,7 +17,7 @@ from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.errors import CheckpointError
 from zero_full.nested import mapped
-from zero_full.shard.contents.state import STEP
+from zero_full.shard.contents.keys import STEP
 
 
 @dataclass(frozen=True)

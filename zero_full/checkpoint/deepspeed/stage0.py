@@ -22,7 +22,7 @@ from zero_full.checkpoint.deepspeed.saved_source import (
 )
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.errors import CheckpointError
-from zero_full.shard.contents.state import PARAMETERS, STATE
+from zero_full.shard.contents.keys import PARAMETERS, STATE
 
 COMPARED = 1024  # elements of a parameter that are compared with its master weights
 

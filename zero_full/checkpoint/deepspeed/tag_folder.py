@@ -8,7 +8,7 @@ from zero_full.checkpoint.deepspeed.model import ModelStates
 from zero_full.checkpoint.deepspeed.stage0 import Stage0Source
 from zero_full.checkpoint.deepspeed.universal import UniversalSource
 from zero_full.checkpoint.deepspeed.zero import RankStates, ZeroSource
-from zero_full.checkpoint.safetensors_writer import is_file_name
+from zero_full.checkpoint.disk import is_file_name
 from zero_full.checkpoint.source import Source
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed, ranks_listed, shown

@@ -16,11 +16,11 @@ from typing import Any
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_scaler, add_untrained
 from zero_full.checkpoint.deepspeed.saved_source import SavedSource, StoredRanges, numbers_of
-from zero_full.checkpoint.safetensors_writer import is_file_name
+from zero_full.checkpoint.disk import is_file_name
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
 from zero_full.errors import CheckpointError
-from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
+from zero_full.shard.contents.keys import PARAMETERS, STATE, STEP
 
 
 class UniversalSource(SavedSource):

@@ -29,7 +29,7 @@ from zero_full.checkpoint.deepspeed.saved_source import (
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
 from zero_full.errors import CheckpointError
-from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
+from zero_full.shard.contents.keys import PARAMETERS, STATE, STEP
 
 
 class RankStates:

@@ -1,14 +1,7 @@
 """The tensors of a run as ranges of named tensors, for state dicts, checkpoints and loads.
 
-A chunk is this rank's range of a tensor, flattened. Its key names the tensor:
-
-    parameters/NAME        a parameter; for a trained one its master weights, which are the most exact values
-    state/ENTRY/NAME       elementwise optimizer state of a parameter: state/exp_avg/layers.0.weight
-    buffers/NAME           any other tensor of the module's state dict
-    own/RANK/NAME          state of one rank alone, see [Note: a rank's own state] in `optim/step.py`
-
-If ranks hold different parameters of the same name, the first word has a suffix: `parameters@expert1/NAME`.
-Optimizer state of a parameter as a whole, such as `step`, is not a chunk but one of its numbers.
+A chunk is this rank's range of a tensor, flattened. `keys.py` describes its key. Optimizer state of a
+parameter as a whole, such as `step`, is not a chunk but one of its numbers.
 
 A load has two phases: `check` raises before anything has changed, `read` changes the values.
 """
@@ -26,13 +19,11 @@ from zero_full._compat import clean_name
 from zero_full.layout import LocalBlock
 from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.contents.keys import BUFFERS, OWN, PARAMETERS, STEP, entry_of, state_key
 from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group.dtensors import block_of, is_dtensor, local_of
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.process_groups import Groups
-
-PARAMETERS, STATE, BUFFERS, OWN = "parameters", "state", "buffers", "own"
-STEP = "step"  # always a number; other state of a 0-dimensional parameter is elementwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +83,6 @@ class Values(Protocol):
 
 
 # Present tensors ---------------------------------------------------------------------------------
-
-
-def state_key(key: str, entry: str) -> str:
-    """Return the key of an entry of the optimizer's state, from the key of its parameter."""
-    kind, _, name = key.partition("/")
-    return f"{STATE}{kind.removeprefix(PARAMETERS)}/{entry}/{name}"
-
-
-def entry_of(key: str) -> tuple[str, str] | None:
-    """Split a key of the optimizer's state into the parameter's key and the entry; None for other keys."""
-    kind, _, rest = key.partition("/")
-    entry, _, name = rest.partition("/")
-    if kind.partition("@")[0] != STATE:
-        return None
-    return f"{PARAMETERS}{kind.removeprefix(STATE)}/{name}", entry
 
 
 class Contents:

@@ -1,0 +1,17 @@
+from zero_full.checkpoint.async_save import wait_for_checkpoint as wait_for_checkpoint
+from zero_full.checkpoint.consolidate import export_checkpoint as export_checkpoint
+from zero_full.checkpoint.folder import SaveOptions as SaveOptions
+from zero_full.checkpoint.folder import complete as complete
+from zero_full.checkpoint.folder import latest_tag as latest_tag
+from zero_full.checkpoint.folder import unfinished as unfinished
+from zero_full.checkpoint.load import LoadOptions as LoadOptions
+from zero_full.checkpoint.load import Resumed as Resumed
+from zero_full.checkpoint.load import load_checkpoint as load_checkpoint
+from zero_full.checkpoint.reading import open_checkpoint as open_checkpoint
+from zero_full.checkpoint.save import Extras as Extras
+from zero_full.checkpoint.save import save_checkpoint as save_checkpoint
+from zero_full.checkpoint.weights import Unmatched as Unmatched
+from zero_full.checkpoint.weights import load_weights as load_weights
+from zero_full.checkpoint.weights import save_16bit_model as save_16bit_model
+from zero_full.checkpoint.weights import save_weights as save_weights
+from zero_full.errors import CheckpointError as CheckpointError
