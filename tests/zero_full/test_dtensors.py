@@ -474,3 +474,37 @@ def test_a_plan_is_what_the_largest_rank_holds_and_sends() -> None:
     for ranks in zip(*POOL.run(planned_and_held, 4, cases), strict=True):
         (told, *_), held = zip(*ranks, strict=True)
         assert told == tuple(map(max, zip(*held, strict=True)))
+
+
+# The optimizer's state in torch's form -------------------------------------------------------------
+
+
+def consolidated(comm: Any, data: int, tensor: int, stages: Sequence[int]) -> list[dict[str, Any]]:
+    """The state of a torch optimizer of the whole model, at each ZeRO stage."""
+    mesh, found = mesh_of(data, tensor), []
+    for stage in stages:
+        engine = engine_of(mesh, keys_of(stage, gradient_clipping=0.0))
+        train(engine, comm.rank // tensor)
+        found.append(zero_full.consolidated_state_dict(engine.optimizer))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 3)])
+def test_the_state_in_torchs_form_has_whole_tensors(data: int, tensor: int) -> None:
+    model = Model()
+    base = OPTIMIZERS["adamw"](p for p in model.parameters() if p.requires_grad)
+    for step in range(STEPS):
+        for data_rank in range(data):
+            (model(batch(step, 0, data_rank)) / data).backward()
+        base.step()
+        base.zero_grad()
+    want = base.state_dict()["state"]
+    for ranks in POOL.run(consolidated, data * tensor, data, tensor, (1, 3)):
+        for found in ranks:
+            assert found["state"].keys() == want.keys()
+            for number, entries in want.items():
+                for key, value in entries.items():
+                    got = found["state"][number][key]
+                    assert got.shape == value.shape and torch.allclose(got, value, atol=1e-6), (number, key)
+            base.load_state_dict(found)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
-from zero_full.shard.group.dtensors import like, part_of
+from zero_full.shard.group.dtensors import is_dtensor, like, part_of
 from zero_full.shard.group.hand_written import GRADIENT
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -220,10 +220,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     mine = _as_tensor(state.get(key))
     # A rank that owns nothing of the parameter learns dtype and shape from the others.
     what = f"state {key} of {place.member.name}"
-    known = place.group.ranks.gather_objects((tuple(state), _describe(mine)), what)
-    tensor = place.optimizer.groups.tensor
-    if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty
-        known += [each for some in tensor.gather_objects(known, what) for each in some]
+    known = _known(place, (tuple(state), _describe(mine)), what)
     keys, kind = next(((keys, kind) for keys, kind in known if keys), ((), None))
     if not keys:
         return None
@@ -235,8 +232,9 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
 def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """Return the state_dict that a torch optimizer of the whole model would have, with tensors on the CPU.
 
-    An optimizer of the wrapped class with plain parameters in the same groups can load it. Every rank must
-    call this.
+    An optimizer of the wrapped class with plain parameters in the same groups can load it. State of a DTensor
+    comes as a whole tensor. Of a pipeline, the model is that of this rank's stages. Every rank must call
+    this.
     """
     optimizer.on_every_rank("consolidated_state_dict")
     optimizer.check_ranks_equal("consolidated_state_dict")
@@ -262,16 +260,26 @@ def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
     """Assemble all state of a parameter. Every rank must call this."""
     own = {key: _as_tensor(value) for key, value in place.state.items()}
     mine = {key: _describe(value) for key, value in own.items()}
-    known = place.group.ranks.gather_objects(mine, f"state of {place.member.name}")
+    known = _known(place, mine, f"state of {place.member.name}")
     kinds = next((each for each in known if each), mine)
     whole = dict[str, Tensor]()
     for key, kind in kinds.items():
         if kind is not None and not _is_cut(place, key):
-            whole[key] = place.whole(kind, own.get(key)).cpu()
+            entry: Any = place.shown(place.whole(kind, own.get(key)))
+            whole[key] = (entry.full_tensor() if is_dtensor(entry) else entry).cpu()
     for key in place.optimizer.contents.stepper.cut_entries:
         if (parts := _from_parts(place, key)) is not None:
             whole[key] = parts.cpu()
     return whole
+
+
+def _known(place: ParameterPlace, mine: Any, what: str) -> list[Any]:
+    """Return what all ranks know that have a part of the parameter. They must call this."""
+    known = place.group.ranks.gather_objects(mine, what)
+    tensor = place.optimizer.groups.tensor
+    if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty
+        known += [each for some in tensor.gather_objects(known, what) for each in some]
+    return known
 
 
 def _is_cut(place: ParameterPlace, key: str) -> bool:
