@@ -94,7 +94,6 @@ def initialize(
     assert model is not None
     if dist_init_required is not False:
         init_distributed()
-    is_pipeline = isinstance(model, PipelineModule)
     topology = open_pipeline(model, given) if isinstance(model, PipelineModule) else _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
 
@@ -117,7 +116,7 @@ def initialize(
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     device = wrapped.groups.dense.shard.device
-    plan = dict if is_pipeline else partial(_planned, model, wrapped, checked, data_ranks)
+    plan = partial(_planned, model, wrapped, checked, data_ranks)
     engine = kind(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
     if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise
         attempt(partial(engine.record, path, checked.debug.record_steps), topology)
@@ -137,6 +136,8 @@ def _planned(model: nn.Module, wrapped: ZeroOptimizer, config: Config, world: in
         params = {key: base.defaults[key] for key in ("momentum", "amsgrad") if base.defaults.get(key)}
         config = config.model_copy(update={"optimizer": OptimizerConfig(type=name, params=params)})
     made = plan(model, config, world, device=device.type)
+    if isinstance(model, PipelineModule):
+        made = made.places[model.place]
     kinds = {
         "parameters": made.parameters + made.gathered,
         "gradients": made.gradients + made.buckets,

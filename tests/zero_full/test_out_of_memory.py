@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import run_each
+from tests.zero_full.pipeline_runs import Block, Case, batch
 from tests.zero_full.runs import Net, config, data
 from zero_full.engine import out_of_memory
 from zero_full.engine.out_of_memory import BEGIN, MemoryNote, MemoryNotes, add_note
@@ -143,3 +144,44 @@ def test_python_3_10_has_the_note_in_the_message() -> None:
     error: Any = SimpleNamespace(args=("out of memory", 1))
     add_note(error, "a note")
     assert error.args[0].endswith("\na note") and error.args[1] == 1
+
+
+# A pipeline -----------------------------------------------------------------------------------------
+
+
+def batches_that_fail(comm: Any, schedule: str) -> list[list[str]]:
+    """The notes of a rank's errors, in a batch and in a step."""
+    case, notes = Case(3, schedule, precision="bf16"), []
+    engine = case.start()
+    engine.train_batch(iter(batch(0, 0)))
+    block = next(module for module in engine.module.modules() if isinstance(module, Block))
+    places: tuple[Any, ...] = (block.register_forward_hook, engine.optimizer.register_step_pre_hook)
+    for register in places:
+        hook = register(fail)
+        try:
+            engine.train_batch(iter(batch(1, 0)))
+        except RuntimeError as error:
+            notes.append(note_of(error))
+            engine.optimizer.zero_grad()
+        hook.remove()
+    engine.train_batch(iter(batch(1, 0)))
+    engine.destroy()
+    return notes
+
+
+def test_a_batch_of_a_pipeline_has_a_note_with_the_plan_of_this_rank() -> None:
+    answers = run_each(batches_that_fail, 3, [("1f1b",), ("gpipe",)])
+    for schedule, ranks in zip(("1f1b", "gpipe"), answers, strict=True):
+        tables = []
+        for rank, (in_batch, in_step) in enumerate(ranks):
+            assert in_batch[0].startswith(f"{BEGIN} train_batch on rank {rank} (cpu)"), in_batch
+            assert in_step[0].startswith(f"{BEGIN} step on rank {rank} (cpu)"), in_step
+            tables.append(table_in(in_step))
+            assert tables[-1].keys() == {"parameters", "gradients", "optimizer"}, in_step
+            assert all(tables[-1][kind][0] == tables[-1][kind][1] for kind in ("parameters", "optimizer"))
+            remedies = "".join(in_batch[in_batch.index("What to change first:") + 1 :])
+            assert "pipeline.activation_checkpoint_interval 1" in remedies
+            assert ('pipeline.schedule "1f1b", not "gpipe"' in remedies) is (schedule == "gpipe")
+            assert ("train_micro_batch_size_per_gpu 1" in remedies) is (schedule == "1f1b")
+            assert "zero_optimization.stage" not in "".join(in_step)  # a pipeline has no stages 2 and 3
+        assert tables[0] != tables[1]  # each place has other layers

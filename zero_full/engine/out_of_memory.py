@@ -26,6 +26,10 @@ ON_DEVICE = ("parameters", "gradients", "optimizer", "counters")  # kinds of byt
 SHOWN = 3  # settings
 BEGIN = "zero_full: out of memory in"
 RECOMPUTE = "torch.utils.checkpoint in the model: activations are recomputed in backward"
+RECOMPUTE_LAYERS = (
+    "pipeline.activation_checkpoint_interval 1, with a schedule without zero bubble: activations are "
+    "recomputed in backward"
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -105,6 +109,7 @@ class MemoryNote:
         elif phase == "step":
             self.others = 0  # activations are freed
         self.phase, self.is_trained = phase, not isinstance(optimizer.base, NoOptimizer)
+        self.is_pipeline = optimizer.groups.pipe is not None
 
     def text(self) -> str:
         """Return the note."""
@@ -151,11 +156,14 @@ class MemoryNote:
         others = self.here if self.others is None else self.others
         micro, steps = self.config.train_micro_batch_size_per_gpu, self.config.gradient_accumulation_steps
         size = "" if self.others is None else f", of {human(self.others)}"
-        if micro > 1:
+        if self.is_pipeline and self.config.pipeline.schedule == "gpipe":
+            text = 'pipeline.schedule "1f1b", not "gpipe": activations of fewer micro-batches at a time'
+            yield Remedy(others // 2, text + size)
+        elif micro > 1:
             change = f"{MICRO} {micro // 2} and {STEPS} {steps * 2}, not {micro} and {steps}"
             yield Remedy(others // 2, f"{change}: half the activations{size}")
         if self.is_trained:
-            yield Remedy(others // 3, RECOMPUTE + size)
+            yield Remedy(others // 3, (RECOMPUTE_LAYERS if self.is_pipeline else RECOMPUTE) + size)
         in_fp32 = any(flat.dtype == torch.float32 for flat in self.optimizer.parts.flats)
         if in_fp32 and not self.config.torch_autocast.enabled:  # masters take what parameters save
             text = 'bf16 {"enabled": true}: activations and gathered parameters take half the bytes'
@@ -163,7 +171,7 @@ class MemoryNote:
 
     def _more_sharding(self) -> Iterator[Remedy]:
         stage, ranks = self.optimizer.settings.stage, self.optimizer.groups.dense.shard.size
-        higher = max(_stages(self.optimizer))
+        higher = min(max(_stages(self.optimizer)), 1 if self.is_pipeline else 3)
         if ranks == 1 or higher <= stage:
             return
         kinds = ["optimizer"] * (stage < 1) + ["gradients"] * (stage < 2 <= higher)
@@ -194,7 +202,7 @@ class MemoryNote:
             yield Remedy(whole, f"zero_optimization.{text}: up to {human(whole)} less")
         unreduced = self.planned.get("gradients", 0) - self.held.get("gradients", 0)
         bucket = zero.reduce_bucket_size // 10
-        if zero.stage > 0 and unreduced > 0 and bucket:
+        if zero.stage > 0 and unreduced > 0 and bucket and not self.is_pipeline:  # which reduces in the step
             text = f"zero_optimization.reduce_bucket_size {bucket}, not {zero.reduce_bucket_size}"
             yield Remedy(unreduced // 2, f"{text}: gradients are reduced sooner")
 
