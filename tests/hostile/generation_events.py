@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import zero_full
 from tests.hostile.event import EVENTS, Event, always, event, weight_of
+from tests.zero_full.runs import Net, config
 
 WAITS = r"rank 0 waits in {}.* for ranks"
 
@@ -52,6 +54,20 @@ def generated_twice(player: Any) -> None:
         with player.engine.generation():
             generate(player)
         generate(player)
+
+
+@event("generation() of two engines", "between")
+def two_engines(player: Any) -> None:
+    """As with a model and its frozen reference. Each chooses memory from what is free when it begins."""
+    if player.stage is None:
+        return
+    other = zero_full.initialize(model=Net(), config=config(player.stage))[0]
+    x = torch.ones(5, 16)
+    with player.engine.generation() as first:
+        with other.generation() as second:
+            assert bool(second(x).isfinite()) and bool(first(x.to(weight_of(player).dtype)).isfinite())
+        generate(player)
+    other.destroy()
 
 
 @event("generation() that fails", "between")

@@ -155,6 +155,38 @@ def test_memory_that_nobody_names_is_chosen_alike_and_whole_parameters_cost_no_f
         assert (kept[3] == 1) == (not shared) and kept[4] == 0 and calls[4] > 0
 
 
+def of_two_engines(comm: Any) -> list[tuple[int, int, int]]:
+    """Free bytes at the beginning, and the bytes that each of two nested engines keeps gathered."""
+    engines = [engine_of(3, "bf16") for _ in range(2)]
+    units = [[group.parameters for group in engine.optimizer.parts.groups] for engine in engines]
+
+    def kept(number: int) -> int:
+        return sum(unit.full.nbytes for unit in units[number] if unit.users)
+
+    whole, found = sum(unit.full.nbytes for unit in units[0]), []
+    for total in (whole // 2, whole, 2 * whole, 8 * whole):
+
+        def limits(host: str, total: int = total) -> list[Limit]:
+            return [Limit("test", f"rank {comm.rank}", total - kept(0) - kept(1), "")]
+
+        reported = mock.patch.object(budget, "memory_limits", limits)
+        with reported, engines[0].generation() as first, engines[1].generation() as second:
+            assert torch.equal(first.generate(PROMPTS), second.generate(PROMPTS))
+            found.append((total, kept(0), kept(1)))
+    for engine in engines:
+        engine.destroy()
+    return found
+
+
+def test_two_engines_that_generate_at_once_keep_no_more_than_is_free() -> None:
+    for found in POOL.run(of_two_engines, 2):
+        for total, first, second in found:
+            assert first + second <= total
+        total, first, second = found[-1]
+        assert first == second == total // 8  # both models are whole
+        assert found[1][1] > found[1][2]  # the second one has what the first one has left
+
+
 def test_free_memory_of_a_device_has_what_the_allocator_has_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = {"get_memory_info": (1000, 2000), "memory_reserved": 700, "memory_allocated": 500}
     for name, value in numbers.items():

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from zero_full._compat import clean_name
 from zero_full.checkpoint.async_save import async_saves_of
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.object_state import ObjectStates, saved_extra_state, set_learning_rates
+from zero_full.checkpoint.object_state import (
+    ObjectStates,
+    follow_groups,
+    saved_extra_state,
+    set_learning_rates,
+)
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.rng_state import check_rng_states, restore_rng_states
 from zero_full.checkpoint.save import Extras, group_members
@@ -157,6 +162,8 @@ class CheckpointLoad:
         self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
         pipe, about = 1 if groups.pipe is None else groups.pipe.size, source.shared.get("about", {})
         self.same_ranks = self.same_ranks and about.get("pipeline_ranks", 1) == pipe
+        self.is_pipeline = groups.pipe is not None or "pipeline_ranks" in about
+        self.shared: Mapping[str, Any] = source.shared
         tensor = 1 if groups.tensor is None else groups.tensor.size
         self.same_ranks = self.same_ranks and about.get("tensor_ranks", 1) == tensor
         trains = not isinstance(optimizer.base, NoOptimizer)
@@ -250,12 +257,14 @@ class CheckpointLoad:
         return None
 
     def _check_state(self) -> None:
-        shared = self.source.shared
+        shared = self.shared
         if "groups" not in shared:
             raise CheckpointError(
                 f"{self.source.path} has no optimizer state. Load without it (load_optimizer_states=False). "
                 "Nothing was loaded"
             )
+        if self.is_pipeline:
+            self.shared = shared = {**shared, **self._groups_by_name()}
         check_facts(self.optimizer.contents, shared)
         if this_rank() == 0:
             self._warn_of_changed_options()
@@ -282,7 +291,7 @@ class CheckpointLoad:
     def _warn_of_changed_options(self) -> None:
         """Warn about saved optimizer options that replace other values of this run."""
         by_schedule = BY_SCHEDULE if self.extras.lr_scheduler is not None else ()
-        pairs = zip(self.optimizer.param_groups, self.source.shared["groups"], strict=True)
+        pairs = zip(self.optimizer.param_groups, self.shared["groups"], strict=True)
         for number, (here, saved) in enumerate(pairs):
             skipped = {*OF_THIS_RUN, *by_schedule}
             both = [key for key in saved if key in here.keys() - skipped and not key.startswith(LIMITS)]
@@ -294,6 +303,27 @@ class CheckpointLoad:
                     number,
                     "; ".join(changed),
                 )
+
+    def _groups_by_name(self) -> dict[str, Any]:
+        """Find the saved options of each parameter group by its members. Stages may have other groups.
+
+        Raises CheckpointError if the members of a group were saved with different options.
+        """
+        options, members = self.source.shared["groups"], self.source.shared.get("members", ())
+        saved = {name: number for number, names in enumerate(members) for name in names}
+        groups, facts = list[Any](), self.optimizer.facts()["groups"]
+        for number, names in enumerate(group_members(self.optimizer)):
+            found = {repr(options[saved[name]]): name for name in names if name in saved}
+            if len(found) > 1:
+                one, other, *_ = found.values()
+                raise CheckpointError(
+                    f"{one} and {other} are in the optimizer's parameter group {number}, but were saved in "
+                    f"groups with different options. Pass the groups as they are in {self.source.path}, or "
+                    "load without optimizer state (load_optimizer_states=False). Nothing was loaded"
+                )
+            known = next(iter(found.values()), None)
+            groups.append(facts[number] if known is None else options[saved[known]])
+        return {"groups": groups, "members": group_members(self.optimizer)}
 
     def _check_groups(self, members: Iterable[Sequence[str]]) -> None:
         """Raise CheckpointError if a parameter has moved to another parameter group since the save."""
@@ -366,6 +396,8 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
+            if self.is_pipeline and self.objects.has_scheduler:
+                follow_groups(self.extras.lr_scheduler, self.optimizer.param_groups)
             stepper.load_own_tensors({name: chunk.values for name, chunk in self.own.items()})
         elif self.objects.has_scheduler:
             set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
@@ -376,7 +408,7 @@ class CheckpointLoad:
 
     def _facts(self) -> dict[str, Any]:
         """Return the saved facts that apply here. A static loss scale is that of the configuration."""
-        facts, scaler = dict(self.source.shared), self.optimizer.scaler
+        facts, scaler = dict(self.shared), self.optimizer.scaler
         is_alike = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
         if not (is_alike and isinstance(scaler, DynamicScale)):
             facts.pop("scaler", None)

@@ -167,6 +167,15 @@ def saved_extra_state(source: Source, made: Mapping[str, Any], place: Mapping[st
     return found
 
 
+def follow_groups(scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Set an LR scheduler's first learning rates to those of these groups, if it keeps any.
+
+    A checkpoint has those of the first pipeline stage, and other stages may have other groups.
+    """
+    if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+
+
 def set_learning_rates(groups: Sequence[dict[str, Any]], scheduler: Any) -> None:
     """Set the learning rates of parameter groups to those that the LR scheduler has reached."""
     for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):

@@ -174,19 +174,31 @@ def merged_names(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return `SaveContents.names` of all pipeline stages together; None without a pipeline."""
     if not parts:
         return None
-    merged: dict[str, Any] = {}
+    merged = merged_groups(parts)
     for key, value in parts[0].items():
         values = [part[key] for part in parts]
-        if key == "members":  # by parameter group
-            merged[key] = [
-                list(dict.fromkeys(name for part in group for name in part))
-                for group in zip(*values, strict=True)
-            ]
-        elif isinstance(value, dict):
+        if key in merged:
+            continue
+        if isinstance(value, dict):
             merged[key] = {name: each for part in values for name, each in part.items()}
         else:
             merged[key] = list(dict.fromkeys(name for part in values for name in part))
     return merged
+
+
+def merged_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the parameter groups of all pipeline stages, with their members.
+
+    Groups of one number and with equal options are one group. Stages may have other groups, for example with
+    a learning rate for each layer.
+    """
+    found = dict[tuple[int, str], tuple[Any, dict[str, None]]]()
+    for part in parts:
+        for number, (options, names) in enumerate(zip(part["groups"], part["members"], strict=True)):
+            _, members = found.setdefault((number, repr(options)), (options, {}))
+            members.update(dict.fromkeys(names))
+    ordered = [each for _, each in sorted(found.items(), key=lambda pair: pair[0][0])]
+    return {"groups": [options for options, _ in ordered], "members": [[*names] for _, names in ordered]}
 
 
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
@@ -275,8 +287,10 @@ class SaveContents:
         """Return the names and plain data that are saved of this rank's parameters and buffers."""
         others = {clean_name(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
+        facts = self.optimizer.facts()
         return {
-            "asleep": self.optimizer.facts()["asleep"],
+            "asleep": facts["asleep"],
+            "groups": facts["groups"],
             "members": group_members(self.optimizer),
             "frozen": self.frozen,
             "excluded": self.excluded,
