@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="no more than so many")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next one has the next")
     parser.add_argument("--case", help="one case: a JSON text, a file with one, or a seed")
+    parser.add_argument("--has", choices=HAS, help="only cases in which this is")
     parser.add_argument("--searchers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--no-shrink", action="store_true", help="report what is wrong as it is")
     asked = parser.parse_args()
@@ -40,8 +41,8 @@ def main() -> int:
         return one(case_of(asked.case))
     if asked.seconds is None and asked.cases is None:
         parser.error("say --seconds or --cases")
-    seeds = range(asked.seed, asked.seed + asked.cases) if asked.cases else itertools.count(asked.seed)
-    return many(iter(seeds), asked.seconds, asked.searchers, not asked.no_shrink)
+    seeds = (seed for seed in itertools.count(asked.seed) if asked.has is None or HAS[asked.has](draw(seed)))
+    return many(itertools.islice(seeds, asked.cases), asked.seconds, asked.searchers, not asked.no_shrink)
 
 
 def case_of(text: str) -> Case:
@@ -93,6 +94,13 @@ HAS: dict[str, Callable[[Case], bool]] = {
         len({use.part for use in case.uses}) < len(case.uses)
     ),
     "a part that one rank uses alone": lambda case: any(use.rank is not None for use in case.uses),
+    "a pipeline": lambda case: case.is_pipeline,
+    "a checkpoint at another number of pipeline stages": lambda case: (
+        case.then is not None and case.then.pipe != case.first.pipe
+    ),
+    "a layer that is tied to others of a pipeline": lambda case: (
+        case.is_pipeline and len({use.part for use in case.uses}) < len(case.uses)
+    ),
     "activation checkpointing": lambda case: any(use.checkpoint for use in case.uses),
     "1-bit and 0/1 rules": lambda case: case.optimizer in ONE_BIT,
 }

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.loops import LOOPS, OF_TORCH
-from tests.fuzz.model import Part, Use, cuttable
+from tests.fuzz.model import Part, Use, cuttable, is_frozen
+from zero_full.pipeline.partition import partition
 
 FOLDER = "FOLDER"  # stands for the folder of a case's files
 WIDTHS = (5, 5, 8, 16, 33)
@@ -58,6 +59,10 @@ PARAM_TIERS: dict[str, dict[str, Any]] = {
 }
 LOW = {"bf16": "bf16", "fp16": "fp16", "fp16, dynamic": "fp16"}  # 16-bit parameters, by precision
 BETWEEN = ("eval", "state dict", "gathered", "forward only", "save", "look")
+SCHEDULES = {  # of pipelines, with the stages of a rank
+    **{"1f1b": 1, "gpipe": 1},
+    **{"interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,18 @@ class Layout:
     zero: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys of zero_optimization
     keys: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys
     tensor: int = 1  # ranks that split layers; the run has `world` times as many
+    pipe: int = 0  # ranks of a pipeline; the run has `world` times as many. 0: no pipeline
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the run; `world` is the number of those that have different data."""
+        return self.world * self.tensor * max(1, self.pipe)
+
+    @property
+    def pipeline_stages(self) -> int:
+        """The stages of all ranks of a pipeline."""
+        return self.pipe * SCHEDULES[self.schedule]
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,11 @@ class Case:
         if self.then is None:
             return [(self.first, range(self.steps))]
         return [(self.first, range(self.resume_at)), (self.then, range(self.resume_at, self.steps))]
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is a list of layers, with their names, in all legs."""
+        return any(layout.pipe for layout, _ in self.legs())
 
     def to_json(self) -> str:
         """For `from_json`."""
@@ -170,6 +192,8 @@ def config_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
         made["managed_gradient_accumulation"] = False
     if case.loop in OF_TORCH:
         made["plain_backward_divides"] = False
+    if layout.pipe:
+        made["pipeline"] = {"schedule": layout.schedule}
     text = json.dumps(made).replace(json.dumps(FOLDER), json.dumps(folder))
     return dict(json.loads(text))
 
@@ -178,6 +202,8 @@ def is_valid(case: Case) -> bool:
     """Whether a case must run or be refused: what zero_full's pages ask of a script is kept."""
     layouts = [layout for layout, _ in case.legs()]
     if not (case.corrects or case.optimizer in ("Adam", "AdamW")):
+        return False
+    if case.is_pipeline and not _fits_a_pipeline(case):
         return False
     if any(use.rank is not None for use in case.uses) and any(
         each.stage == 3 and not each.whole for each in layouts
@@ -190,23 +216,58 @@ def is_valid(case: Case) -> bool:
     return True
 
 
+def _fits_a_pipeline(case: Case) -> bool:
+    """Whether the model can be a list of layers of which each stage trains some, in each micro-batch."""
+    if case.optimizer in ONE_BIT or case.loop != "engine" or case.between == "forward only":
+        return False
+    if any(use.rank is not None or use.checkpoint == "reentrant" for use in case.uses):
+        return False  # torch's own: inputs without gradients would end the backward pass there
+    if any(part.tied is not None for part in case.parts) or any(each.tensor > 1 for each, _ in case.legs()):
+        return False
+    return all(_trains_everywhere(case, layout) for layout, _ in case.legs())
+
+
+def _trains_everywhere(case: Case, layout: Layout) -> bool:
+    if not layout.pipe:
+        return True
+    names = ["Layer"] * (len(case.uses) + 1)
+    if layout.stage > 1 or layout.whole or layout.param_tier != "device":
+        return False
+    if layout.pipeline_stages > len(names):
+        return False
+
+    def trains(layer: int) -> bool:
+        if layer == len(case.uses):  # the head
+            return True
+        use = case.uses[layer]
+        frozen = any(is_frozen(case.parts[use.part], step) for step in range(case.steps))
+        return use.micro is None and not frozen
+
+    cut = partition("uniform", names, lambda: (), layout.pipeline_stages)
+    return all(any(map(trains, part)) for part in cut)
+
+
 def rounds_sums(case: Case) -> bool:
     """Whether sums of 16-bit gradients are rounded to 16 bits, or not where torch rounds them.
 
     Stage 0 and all-reduce send 16-bit sums back. A parameter that is used more than once gets its gradient in
-    several helpings at stage 3 and where parts are recomputed.
+    several helpings at stage 3, where parts are recomputed, and where several pipeline stages use it.
     """
     several = len({use.part for use in case.uses}) < len(case.uses)
     reused = several or any(part.tied is not None for part in case.parts)
     recomputed = any(use.checkpoint for use in case.uses)
     return any(
-        layout.precision in LOW
-        and (
-            layout.stage == 0
-            or layout.zero.get("reduce_scatter") is False
-            or layout.zero.get("mics_shard_size", 0) > 0
-            or (reused and (layout.stage == 3 or recomputed))
+        (
+            layout.precision in LOW
+            and (
+                layout.stage == 0
+                or layout.zero.get("reduce_scatter") is False
+                or layout.zero.get("mics_shard_size", 0) > 0
+                or (reused and (layout.stage == 3 or recomputed))
+            )
         )
+        # autocast casts a parameter once for all its uses, or once in each pipeline stage
+        or (reused and layout.pipe > 0 and layout.precision != "fp32")
         for layout, _ in case.legs()
     )
 
@@ -277,7 +338,7 @@ def draw(seed: int) -> Case:
         )
     if optimizer in ("Adam", "AdamW") and rng.random() < 0.25:
         case = replace(case, corrects=False)
-    return _with_tensor_ranks(rng, case)
+    return _as_pipeline(rng, _with_tensor_ranks(rng, case))
 
 
 def _with_tensor_ranks(rng: random.Random, case: Case) -> Case:
@@ -296,6 +357,61 @@ def _with_tensor_ranks(rng: random.Random, case: Case) -> Case:
         layouts = layouts[:1] * len(layouts)
     then = layouts[1] if case.then is not None else None
     return replace(case, first=layouts[0], then=then, poison=case.poison if case.clip else None)
+
+
+def _as_pipeline(rng: random.Random, case: Case) -> Case:
+    """Perhaps the case as a pipeline, with a leg without one now and then."""
+    layouts = [layout for layout, _ in case.legs()]
+    if case.optimizer in ONE_BIT or any(each.tensor > 1 for each in layouts) or rng.random() < 0.7:
+        return case
+    legs: list[Layout] = []
+    for layout in layouts:
+        if legs and rng.random() < 0.25:
+            legs.append(replace(layout, world=min(2, layout.world)))  # without a pipeline
+            continue
+        schedule = rng.choice([*SCHEDULES, "1f1b"])
+        pipe = rng.choice([1, 2, 2, 3, 4] if SCHEDULES[schedule] == 1 else [2, 2, 3, 4])
+        zero = {k: v for k, v in layout.zero.items() if not k.startswith(("stage3", "zero_hpz", "leaf"))}
+        zero.pop("sub_group_size", None)
+        world = rng.choice([each for each in (1, 2, 4) if each * pipe <= 4])
+        if world == 1:
+            zero.pop("mics_shard_size", None)
+        stage = rng.choice([0, 1, 1]) if layout.tier == "device" else 1
+        keys = {k: v for k, v in layout.keys.items() if k != "prescale_gradients"}
+        made = replace(layout, world=world, stage=stage, param_tier="device", whole=False, zero=zero)
+        legs.append(replace(made, keys=keys, pipe=pipe, schedule=schedule))
+    if case.how == "state dict":
+        legs = legs[:1] * len(legs)
+    least = min(each.world for each in legs)
+    poison = case.poison and (case.poison[0], case.poison[1] % least)
+    parts = tuple(replace(part, tied=None) for part in case.parts)
+    wanted, again = max(each.pipeline_stages for each in legs), rng.random() < 0.4
+    uses = [replace(use, rank=None, checkpoint=use.checkpoint and "plain") for use in case.uses]
+    while len(uses) + 1 < wanted + rng.choice([0, 1, 2]):
+        if again:
+            uses.append(Use(rng.randrange(len(parts))))  # tied
+        else:
+            uses.append(Use(len(parts)))
+            parts = (*parts, Part(rng.choice(KINDS)))
+    made_case = replace(
+        case,
+        parts=parts,
+        uses=tuple(uses),
+        loop="engine",
+        micro_batches=rng.choice([max(each.pipe for each in legs), 4, 5, 6, case.micro_batches]),
+        between="" if case.between == "forward only" else case.between,
+        poison=poison,
+        first=legs[0],
+        then=legs[1] if case.then is not None else None,
+    )
+    if not _fits_a_pipeline(made_case):  # train all of the model, in each micro-batch
+        parts = tuple(replace(part, frozen=(0, 0)) for part in parts)
+        uses = [replace(use, micro=None) for use in uses]
+        made_case = replace(made_case, parts=parts, uses=tuple(uses))
+    if _decided_by_noise(made_case):
+        return case
+    made_case = replace(made_case, watched=case.watched or rounds_sums(made_case))
+    return made_case if _fits_a_pipeline(made_case) else case
 
 
 def _together(layout: Layout) -> Layout:

@@ -17,13 +17,14 @@ FREE       nobody has noted parameters, and they have 16 bits: roundings of whol
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz.case import LOW, ONE_BIT, Case, rounds_sums
+from tests.fuzz.case import LOW, ONE_BIT, Case, Layout, rounds_sums
 from tests.fuzz.reference import OneBit, Reference
 from tests.fuzz.run import Shown, Values
 
@@ -100,8 +101,12 @@ class Comparison:
         return f"off by {off:.3g} where the master may be by {room:.3g}"
 
     def _step(self, want: dict[str, Any], shown: Sequence[Shown], place: int) -> Iterator[str]:
+        losses = want["losses"]
+        if self.reference.layout.pipe:  # each rank is told the mean
+            flat = [loss for of_rank in losses for loss in of_rank]
+            losses = [[sum(flat) / len(flat)]] * len(shown)
         for rank, each in enumerate(shown):
-            for got, expected in zip(each.losses[place], want["losses"][rank], strict=True):
+            for got, expected in zip(each.losses[place], losses[rank], strict=True):
                 if isfinite(expected) and not abs(got - expected) <= self.loss_room() * abs(expected):
                     yield f"rank {rank} has the loss {got:.7g}, not {expected:.7g}"
             if each.applied[place] != want["applied"]:
@@ -165,6 +170,44 @@ class Comparison:
             # Decay brings a master's rounding into gradients, which it may cancel, and a square doubles it.
             room = self.tolerance * peak + 4 * self._of_rounding(name, peak)
             yield from self._near(f"{entry} of {name}", state[entry], want[entry], room)
+
+
+def pipelines(case: Case, layout: Layout, shown: Sequence[Shown]) -> tuple[list[Shown], list[str]]:
+    """Put together what the ranks of each pipeline show, by data rank; and what they disagree in."""
+    found, problems = [], list[str]()
+    for rank in range(layout.world):
+        mine = shown[rank :: layout.world]
+        whole = replace(mine[0], seen=[dict(seen) for seen in mine[0].seen])
+        whole.values, whole.masters, whole.state = dict(whole.values), dict(whole.masters), dict(whole.state)
+        for place, each in enumerate(mine[1:], 1):
+            for what in ("losses", "norms", "applied", "scales", "counters"):
+                one, other = getattr(whole, what), getattr(each, what)
+                if repr(one) != repr(other):  # a NaN is equal to itself
+                    problems.append(f"{what}: {one} at place 0 of a pipeline, {other} at place {place}")
+            for kind in ("values", "masters", "state"):
+                problems += _joined(kind, getattr(whole, kind), getattr(each, kind))
+            for seen, more in zip(whole.seen, each.seen, strict=True):
+                problems += _joined("used values", seen, more)
+            whole.differed = whole.differed or each.differed
+        trained = {f"parts.{use.part}." for use in case.uses} | {"head."}
+        missing = [start for start in trained if not any(name.startswith(start) for name in whole.values)]
+        problems += [f"no rank of the pipeline has {start}*" for start in missing]
+        found.append(whole)
+    return found, problems
+
+
+def _joined(kind: str, into: dict[str, Any], more: dict[str, Any]) -> Iterator[str]:
+    """Add what another place has. Copies of tied layers must be equal to the last bit."""
+    for name, value in more.items():
+        if name in into and repr(_bits(into[name])) != repr(_bits(value)):
+            yield f"{kind} of {name} differ between the stages that it is tied to"
+        into[name] = value
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float().tolist()
+    return {key: _bits(each) for key, each in value.items()}
 
 
 def everywhere_equal(case: Case, shown: Sequence[Shown]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from zero_full import Engine, Settings, ZeroOptimizer
+from zero_full import Engine, PipelineEngine, Settings, ZeroOptimizer
 
 
 @contextmanager
@@ -41,6 +41,11 @@ def _count_all(right: Callable[..., Any], engine: Engine) -> None:
     engine.skipped_steps = 0
 
 
+def _forget_ties(right: Callable[..., Any], engine: PipelineEngine) -> None:
+    engine._ties = []
+    right(engine)
+
+
 PLANTED: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "gradients are summed": (Settings, "divisors", lambda right, *args: (1.0, 1.0)),
     "nothing is clipped": (
@@ -57,6 +62,7 @@ PLANTED: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a rank's first micro-batch is lost": (Engine, "backward", _lose),
     "a rank does not go on": (Engine, "backward", _sleep),
     "a rank fails alone": (Engine, "backward", _fail),
+    "tied layers of a pipeline do not add up": (PipelineEngine, "_average", _forget_ties),
 }
 
 

@@ -80,8 +80,12 @@ OF_TORCH = ("torch", "own accumulation")  # which step the optimizer and not the
 
 
 def do_between(kind: str, engine: Any, batch: Sequence[Any], folder: Path, step: int) -> None:
-    """What people do between steps; nothing of it may change anything. `batch`: arguments of the model."""
-    if kind == "eval":
+    """What people do between steps; nothing of it may change anything. `batch`: arguments of the model, or a
+    pipeline's micro-batches.
+    """
+    if kind == "eval" and isinstance(engine, zero_full.PipelineEngine):
+        engine.eval_batch(iter(batch))
+    elif kind == "eval":
         engine.eval()
         with torch.no_grad():
             engine(*batch)

@@ -5,6 +5,7 @@ Nothing of the tests is imported here: a script that reproduces a mismatch has t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class Use:
 class Block(nn.Module):
     """One part."""
 
-    def __init__(self, kind: str, width: int) -> None:
+    def __init__(self, kind: str, width: int, number: int) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.number = kind, number
         if kind == "narrow":
             self.inner: nn.Module = nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, width))
         elif kind == "norm":
@@ -71,26 +72,127 @@ class Net(nn.Module):
     def __init__(self, width: int, parts: Sequence[Part], uses: Sequence[Use], seed: int) -> None:
         super().__init__()
         self.uses = list(uses)
-        self.parts = nn.ModuleList(Block(part.kind, width) for part in parts)
+        self.parts = nn.ModuleList(Block(part.kind, width, number) for number, part in enumerate(parts))
         self.head = nn.Linear(width, 3)
         for block, part in zip(self.parts, parts, strict=True):
             if part.tied is not None:
                 block.inner.weight = self.parts[part.tied].inner.weight
         for number, p in enumerate(self.parameters()):
-            drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * seed + number))
+            made = torch.Generator().manual_seed(1000 * seed + number)
+            drawn = torch.randn(p.shape, generator=made, device="cpu")
             p.data.copy_(drawn * (0.5 if p.dim() < 2 else 1.0 / max(p.shape) ** 0.5))
 
     def forward(self, x: Tensor, ids: Tensor, rank: int, micro: int) -> Tensor:
         """The loss of this rank's data."""
         h = x
         for use in self.uses:
-            if use.rank in (None, rank) and use.micro in (None, micro):
-                block = self.parts[use.part]
-                if use.checkpoint:
-                    h = checkpoint(block, h, ids, use_reentrant=use.checkpoint == "reentrant")
-                else:
-                    h = block(h, ids)
-        return self.head(h).float().square().mean()
+            if use.rank in (None, rank):
+                h = used(use, self.parts[use.part], (h, ids, micro))[0]
+        return loss_of(self.head(h))
+
+
+def used(use: Use, block: nn.Module, inputs: tuple[Tensor, Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
+    """Call a block, if this is its micro-batch. `inputs`: h, ids and the micro-batch's number."""
+    h, ids, micro = inputs
+    if use.micro not in (None, int(micro)):
+        return inputs
+    if use.checkpoint:
+        h = checkpoint(block, h, ids, use_reentrant=use.checkpoint == "reentrant")
+    else:
+        h = block(h, ids)
+    return h, ids, micro
+
+
+def loss_of(outputs: Tensor, labels: Any = None) -> Tensor:
+    """The loss of the head's outputs."""
+    return outputs.float().square().mean()
+
+
+# The same model as a list of layers ---------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """One call of a part that no other layer calls."""
+
+    def __init__(self, width: int, parts: Sequence[Part], use: Use, seed: int) -> None:
+        super().__init__()
+        self.block, self.use = block_of(width, parts, use.part, seed), use
+
+    def forward(self, inputs: Any) -> Any:
+        return used(self.use, self.block, inputs)
+
+
+class Head(nn.Module):
+    """The last layer."""
+
+    def __init__(self, width: int, parts: Sequence[Part], seed: int) -> None:
+        super().__init__()
+        self.head = Net(width, parts, (), seed).head
+
+    def forward(self, inputs: Any) -> Tensor:
+        out: Tensor = self.head(inputs[0])
+        return out
+
+
+def block_of(width: int, parts: Sequence[Part], number: int, seed: int) -> Block:
+    """A part with the values that it has in `Net`."""
+    block = Net(width, parts, (), seed).parts[number]
+    assert isinstance(block, Block)
+    return block
+
+
+def layers_of(width: int, parts: Sequence[Part], uses: Sequence[Use], seed: int) -> list[Any]:
+    """The layers of a pipeline. A part that is used several times is tied."""
+    from zero_full import LayerSpec, TiedLayerSpec
+
+    made: list[Any] = []
+    for use in uses:
+        if [other.part for other in uses].count(use.part) > 1:
+            key, call = f"part{use.part}", partial(used, use)
+            made.append(TiedLayerSpec(key, block_of, width, parts, use.part, seed, forward_fn=call))
+        else:
+            made.append(LayerSpec(Layer, width, parts, use, seed))
+    return [*made, LayerSpec(Head, width, parts, seed)]
+
+
+class Layers(nn.Module):
+    """The layers of a pipeline without one, with the same names of parameters."""
+
+    def __init__(self, width: int, parts: Sequence[Part], uses: Sequence[Use], seed: int) -> None:
+        super().__init__()
+        self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
+        self.calls: list[Any] = []
+        for number, spec in enumerate(layers_of(width, parts, uses, seed)):
+            key = getattr(spec, "key", None)
+            if key is None:
+                self.layers[str(number)] = spec.build()
+                self.calls.append(self.layers[str(number)])
+                continue
+            if key not in self.tied:
+                self.tied[key] = spec.build()
+            self.calls.append(partial(spec.forward_fn, self.tied[key]))
+
+    def forward(self, x: Tensor, ids: Tensor, rank: int, micro: int) -> Tensor:
+        """The loss of this rank's data."""
+        inputs: Any = (x, ids, micro)
+        for call in self.calls:
+            inputs = call(inputs)
+        return loss_of(inputs)
+
+
+def pair(x: Tensor, ids: Tensor, micro: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """A micro-batch of a pipeline: inputs and labels, of which the loss needs none."""
+    return (x, ids, torch.tensor(micro)), torch.zeros(())
+
+
+def name_in_net(name: str, uses: Sequence[Use]) -> str:
+    """The name in `Net` of a parameter of `layers_of`."""
+    kind, place, rest = name.split(".", 2)
+    if kind == "tied":
+        return f"parts.{place.removeprefix('part')}.{rest}"
+    if int(place) == len(uses):
+        return rest
+    return f"parts.{uses[int(place)].part}.{rest.removeprefix('block.')}"
 
 
 def cut(net: Net, parts: Sequence[Part], mesh: Any) -> None:
@@ -130,8 +232,13 @@ def data(seed: int, step: int, micro: int, rank: int, width: int) -> tuple[Tenso
     return x, torch.randint(IDS, (BATCH,), generator=generator)
 
 
-def freeze(net: Net, parts: Sequence[Part], step: int) -> None:
+def freeze(net: nn.Module, parts: Sequence[Part], step: int) -> None:
     """Freeze and unfreeze what the parts want to be in this step."""
-    for block, part in zip(net.parts, parts, strict=True):
-        if part.frozen != (0, 0):
-            block.requires_grad_(not part.frozen[0] <= step < part.frozen[1])
+    for block in net.modules():
+        if isinstance(block, Block) and parts[block.number].frozen != (0, 0):
+            block.requires_grad_(not is_frozen(parts[block.number], step))
+
+
+def is_frozen(part: Part, step: int) -> bool:
+    """Whether it is frozen in this step."""
+    return part.frozen[0] <= step < part.frozen[1]

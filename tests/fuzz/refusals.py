@@ -2,12 +2,16 @@
 
 import re
 
-from tests.fuzz.case import Case
+import torch
+
+from tests.fuzz.case import Case, Layout
 
 
 def expected_refusal(case: Case) -> str | None:
     """A pattern of the message; None: the case must run."""
     for layout, _ in case.legs():
+        if layout.pipe and (pattern := _refused_schedule(case, layout)):
+            return pattern
         if layout.tier != "device" and layout.stage == 0:
             return r"offload_optimizer\.device: stage 0 keeps"
         if layout.param_tier != "device" and layout.stage < 3:
@@ -17,6 +21,19 @@ def expected_refusal(case: Case) -> str | None:
         if case.optimizer == "ZeroOneAdam" and layout.stage and layout.zero.get("mics_shard_size", 0) > 0:
             return "ZeroOneAdam does not support this run: .* mics_shard_size"
     return None
+
+
+def _refused_schedule(case: Case, layout: Layout) -> str:
+    """Of a pipeline that this schedule cannot run, or torch's version."""
+    count, ranks = case.micro_batches, layout.pipe
+    if layout.schedule == "zbv" and torch.__version__ < "2.13":
+        return r"pipeline\.schedule 'zbv' needs torch 2\.13"
+    cannot = rf"'{layout.schedule}' cannot run gradient_accumulation_steps {count} micro-batches"
+    if layout.schedule == "1f1b" and count < ranks:
+        return cannot
+    if layout.schedule.startswith("interleaved") and count % max(1, count // ranks):
+        return cannot
+    return ""
 
 
 def matches(pattern: str, error: str) -> bool:

@@ -16,10 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
-from tests.fuzz.case import ONE_BIT, Case, Layout, class_of, config_of, group_options
+from tests.fuzz.case import ONE_BIT, SCHEDULES, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.defects import planted
 from tests.fuzz.loops import LOOPS, OF_TORCH, do_between
-from tests.fuzz.model import Net, cut, data, freeze, whole
+from tests.fuzz.model import (
+    Layers,
+    Net,
+    cut,
+    data,
+    freeze,
+    layers_of,
+    loss_of,
+    name_in_net,
+    pair,
+    whole,
+)
 from tests.slow_copies import slow_copies
 from zero_full.offload import BlockTier
 from zero_full.optim import muon_groups
@@ -67,7 +78,7 @@ def leg(rank: int, case: Case, number: int, folder: Path, shown: Shown) -> None:
     engine = None
     try:
         layout, steps = case.legs()[number]
-        place, rank = rank, rank // layout.tensor  # of the data
+        place, rank = rank, data_rank(layout, rank)
         engine, optimizer = begin(case, layout, rank, folder)
         if number:
             _load(case, engine, place, folder)
@@ -86,13 +97,35 @@ def leg(rank: int, case: Case, number: int, folder: Path, shown: Shown) -> None:
                 shown.error, shown.where = f"in destroy: {error!r}", traceback.format_exc()[-3000:]
 
 
+def data_rank(layout: Layout, rank: int) -> int:
+    """Which of the data a rank trains on."""
+    return rank % layout.world if layout.pipe else rank // layout.tensor
+
+
+def model_of(case: Case, layout: Layout, rank: int) -> nn.Module:
+    """The model of a rank, by the rank of its data."""
+    shape = case.width, case.parts, case.uses, case.seed + (rank if case.differ else 0)
+    if not case.is_pipeline:
+        return Net(*shape)
+    if not layout.pipe:
+        return Layers(*shape)
+    return zero_full.PipelineModule(
+        layers_of(*shape),
+        num_stages=layout.pipe,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        stages_per_rank=SCHEDULES[layout.schedule],
+        placement="v" if layout.schedule == "zbv" else "loop",
+    )
+
+
 def begin(case: Case, layout: Layout, rank: int, folder: Path) -> tuple[Any, Any]:
     """The engine and its optimizer."""
     torch.manual_seed(0)
-    net = Net(case.width, case.parts, case.uses, case.seed + (rank if case.differ else 0))
+    net: Any = model_of(case, layout, rank)
     freeze(net, case.parts, 0)
     if layout.whole and layout.stage == 3:
-        zero_full.set_z3_leaf_modules(net, [Net])
+        zero_full.set_z3_leaf_modules(net, [type(net)])
     arguments: dict[str, Any] = {}
     if layout.tensor > 1:
         mesh = init_device_mesh("cpu", (layout.world, layout.tensor), mesh_dim_names=("data", "tensor"))
@@ -113,7 +146,7 @@ def begin(case: Case, layout: Layout, rank: int, folder: Path) -> tuple[Any, Any
     return engine, optimizer
 
 
-def trained(case: Case, net: Net) -> list[nn.Parameter]:
+def trained(case: Case, net: nn.Module) -> list[nn.Parameter]:
     """What the optimizer is given: all but what is always frozen, which many scripts leave out."""
     found = set()
     for step in reversed(range(case.steps)):
@@ -122,7 +155,7 @@ def trained(case: Case, net: Net) -> list[nn.Parameter]:
     return [p for p in net.parameters() if p in found]
 
 
-def groups_of(case: Case, net: Net) -> list[dict[str, Any]]:
+def groups_of(case: Case, net: nn.Module) -> list[dict[str, Any]]:
     """One group, or matrices and all else."""
     params = trained(case, net)
     if not case.groups:
@@ -132,7 +165,7 @@ def groups_of(case: Case, net: Net) -> list[dict[str, Any]]:
     return [{"params": half, **group_options(case, dims)} for half, dims in pairs if half]
 
 
-def instance_of(case: Case, net: Net) -> torch.optim.Optimizer:
+def instance_of(case: Case, net: nn.Module) -> torch.optim.Optimizer:
     """The optimizer as a script makes it."""
     groups = groups_of(case, net)
     if case.optimizer == "Muon":
@@ -171,8 +204,13 @@ def _train(
         freeze(net, case.parts, step)
         with _watching(case, net, shown):
             micros = range(case.micro_batches)
-            calls = [partial(_loss, case, dtype, (step, micro, rank), shown.losses[-1]) for micro in micros]
-            LOOPS[case.loop](engine, optimizer, calls)
+            if layout.pipe:
+                batch = [pair(*_batch(case, dtype, (step, micro, rank)), micro) for micro in micros]
+                shown.losses[-1].append(float(engine.train_batch(iter(batch))))
+            else:
+                noted = shown.losses[-1]
+                calls = [partial(_loss, case, dtype, (step, micro, rank), noted) for micro in micros]
+                LOOPS[case.loop](engine, optimizer, calls)
         last = optimizer.last
         shown.norms.append(last.grad_norm)
         shown.applied.append(last.applied)
@@ -181,20 +219,28 @@ def _train(
             engine.lr_scheduler.step()
         if case.between:
             x, ids = data(case.seed, step, 9, rank, case.width)
-            do_between(case.between, engine, (x.to(dtype), ids, rank, 0), folder, step)
+            batch = (x.to(dtype), ids, rank, 0)
+            if layout.pipe:
+                batch = [pair(x.to(dtype), ids, 0)] * case.micro_batches
+            do_between(case.between, engine, batch, folder, step)
 
 
 def _loss(
     case: Case, dtype: torch.dtype, place: tuple[int, int, int], noted: list[float], call: Any
 ) -> Tensor:
     """The loss of one micro-batch, whose number is noted. `place`: step, micro-batch, rank."""
+    loss: Tensor = call(*_batch(case, dtype, place), place[2], place[1])
+    noted.append(float(loss.detach()))
+    return loss
+
+
+def _batch(case: Case, dtype: torch.dtype, place: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """The data of one micro-batch. `place`: step, micro-batch, rank."""
     step, micro, rank = place
     x, ids = data(case.seed, step, micro, rank, case.width)
     if case.poison == (step, rank):
         x[0, 0] = float("inf")
-    loss: Tensor = call(x.to(dtype), ids, rank, micro)
-    noted.append(float(loss.detach()))
-    return loss
+    return x.to(dtype), ids
 
 
 @contextmanager
@@ -208,6 +254,7 @@ def _watching(case: Case, net: nn.Module, shown: Shown) -> Iterator[None]:
 
     def note(prefix: str, module: nn.Module, inputs: Any) -> None:
         for name, p in module.named_parameters(prefix, recurse=False):
+            name = _name(case, name)
             now = whole(p.detach()).clone(memory_format=torch.contiguous_format)
             if not torch.equal(seen.setdefault(name, now), now):
                 shown.differed = shown.differed or name
@@ -217,6 +264,11 @@ def _watching(case: Case, net: nn.Module, shown: Shown) -> Iterator[None]:
     yield
     for hook in hooks:
         hook.remove()
+
+
+def _name(case: Case, name: str) -> str:
+    """The name of a parameter in `Net`, which the reference trains."""
+    return name_in_net(name, case.uses) if case.is_pipeline else name
 
 
 # From one leg to the next ------------------------------------------------------------------------
@@ -242,18 +294,22 @@ def _collect(case: Case, engine: Any, shown: Shown) -> None:
     """All that is compared at the end of a leg."""
     counters = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps")}
     shown.counters = {**counters, "updates": sum(shown.applied)}
+    named = {_name(case, name): p for name, p in engine.module.named_parameters()}
     if case.optimizer in ONE_BIT:  # whose ranks may be apart
-        shown.values = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        shown.values = {name: p.detach().clone() for name, p in named.items()}
         return
     state = engine.module_state_dict()
-    shown.values = {name: state[name] for name, _ in engine.module.named_parameters()}
+    shown.values = {_name(case, name): state[name] for name, _ in engine.module.named_parameters()}
     mine = engine.optimizer.state
-    for name, p in engine.module.named_parameters():
+    asked = engine.optimizer.groups.everyone  # whose ranks have this parameter
+    if case.is_pipeline:
+        asked = [each for each in asked if each is not engine.optimizer.groups.pipe]
+    for name, p in named.items():
         master = zero_full.safe_get_full_fp32_param(p)
         if master is not None:
             shown.masters[name] = whole(master)
             entries = set(mine[p]) if p in mine else set()
-            for group in engine.optimizer.groups.everyone:
+            for group in asked:
                 entries = set().union(*group.gather_objects(entries, "entries"))
             got = {e: zero_full.safe_get_full_optimizer_state(p, e) for e in sorted(entries) if e in ENTRIES}
             shown.state[name] = {entry: whole(value) for entry, value in got.items() if value is not None}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz import loops, model
-from tests.fuzz.case import FOLDER, ONE_BIT, Case, Layout, class_of, config_of, group_options
+from tests.fuzz.case import FOLDER, ONE_BIT, SCHEDULES, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.loops import LOOPS, OF_TORCH
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp16, dynamic": "float16"}
@@ -38,7 +38,7 @@ def script_of(case: Case, text: str, path: Path) -> str:
 
 def _head(case: Case, text: str, path: Path) -> str:
     runs = "\n".join(
-        f"    PYTHONPATH=. torchrun --nproc-per-node {layout.world * layout.tensor} {path} {number}"
+        f"    PYTHONPATH=. torchrun --nproc-per-node {layout.ranks} {path} {number}"
         for number, (layout, _) in enumerate(case.legs())
     )
     told = textwrap.indent(text.replace("\\", "/").replace('"""', "'''").rstrip(), "    ")
@@ -60,6 +60,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,32 @@ def _constants(case: Case) -> str:
         f"DTYPE = torch.{DTYPES.get(case.first.precision, 'float32')}",
         f"LEGS = [\n{legs},\n]",
         f"TENSOR_RANKS = {[layout.tensor for layout, _ in case.legs()]}  # of each leg",
+        f"PIPELINES = {[_pipeline(layout) for layout, _ in case.legs()]}  # ranks, stages of one, placement",
     ]
     return "\n".join(lines)
+
+
+def _pipeline(layout: Layout) -> tuple[int, int, str]:
+    placement = "v" if layout.schedule == "zbv" else "loop"
+    return layout.pipe, SCHEDULES[layout.schedule], placement
+
+
+def _model(case: Case) -> str:
+    shape = f"(WIDTH, PARTS, USES, SEED{' + rank' if case.differ else ''})"
+    if not case.is_pipeline:
+        return f"def model_of(number, rank):\n    return Net{shape}"
+    return f'''def model_of(number, rank):
+    """The model of a leg, as a list of layers."""
+    ranks, stages, placement = PIPELINES[number]
+    if not ranks:
+        return Layers{shape}
+    return zero_full.PipelineModule(
+        layers_of{shape}, ranks, None, loss_of, "uniform", stages_per_rank=stages, placement=placement
+    )
+
+
+def micro_batch(x, ids, rank, micro):
+    return pair(x, ids, micro)'''
 
 
 def _functions(case: Case) -> Iterator[str]:
@@ -111,6 +136,7 @@ def _functions(case: Case) -> Iterator[str]:
         "        return call(x.to(DTYPE), ids, rank, micro)\n\n"
         "    return [lambda call, micro=micro: loss(call, micro) for micro in range(MICRO_BATCHES)]"
     )
+    yield _model(case)
     if case.optimizer not in ONE_BIT:  # a rule of several ranks has no step on one
         yield _plain(case)
     yield _main(case)
@@ -185,9 +211,11 @@ def _main(case: Case) -> str:
         "    torch.set_num_threads(1)",
         "    rank, (config, steps) = dist.get_rank(), LEGS[number]",
         "    FOLDER.mkdir(exist_ok=True)",
-        f"    net = Net(WIDTH, PARTS, USES, SEED{' + rank' if case.differ else ''})",
-        "    freeze(net, PARTS, 0)",
     ]
+    if case.is_pipeline:
+        worlds = [layout.world for layout, _ in case.legs()]
+        lines.append(f"    rank %= {worlds}[number]  # of the data")
+    lines += ["    net = model_of(number, rank)", "    freeze(net, PARTS, 0)"]
     is_cut = any(layout.tensor > 1 for layout, _ in case.legs())
     if is_cut:
         lines += [
@@ -199,7 +227,7 @@ def _main(case: Case) -> str:
             '        rank, arguments = rank // tensor, {"mesh": mesh}',
         ]
     if any(layout.whole for layout, _ in case.legs()):
-        lines.append("    zero_full.set_z3_leaf_modules(net, [Net])")
+        lines.append("    zero_full.set_z3_leaf_modules(net, [type(net)])")
     copies = any("copies" in layout.tier for layout, _ in case.legs())
     given += ", **arguments" if is_cut else ""
     begin = f"engine, optimizer, _, _ = zero_full.initialize(model=net, config=config, {given})"
@@ -215,24 +243,46 @@ def _main(case: Case) -> str:
     lines += [
         "    for step in steps:",
         "        freeze(net, PARTS, step)",
-        f"        {loop}(engine, optimizer, losses_of(step, rank))",
     ]
+    if case.is_pipeline:
+        lines += [
+            "        if PIPELINES[number][0]:",
+            "            engine.train_batch(iter([each(micro_batch) for each in losses_of(step, rank)]))",
+            "        else:",
+            f"            {loop}(engine, optimizer, losses_of(step, rank))",
+        ]
+    else:
+        lines.append(f"        {loop}(engine, optimizer, losses_of(step, rank))")
     if case.decay and case.loop in OF_TORCH:
         lines += ["        if optimizer.last.applied:", "            engine.lr_scheduler.step()"]
     if case.between:
         lines += [
             "        x, ids = data(SEED, step, 9, rank, WIDTH)",
-            f"        do_between({case.between!r}, engine, (x.to(DTYPE), ids, rank, 0), FOLDER, step)",
+            "        batch = (x.to(DTYPE), ids, rank, 0)",
+            *(
+                [
+                    "        if PIPELINES[number][0]:",
+                    "            batch = [pair(x.to(DTYPE), ids, 0)] * MICRO_BATCHES",
+                ]
+                if case.is_pipeline
+                else []
+            ),
+            f"        do_between({case.between!r}, engine, batch, FOLDER, step)",
         ]
     if case.then is not None:
         lines += ["    if not number:", f"        {save}", "        engine.wait_for_checkpoint()"]
     lines.append("    state = engine.module_state_dict()")
     if case.optimizer not in ONE_BIT:
         worlds = [layout.world for layout, steps in case.legs() for _ in steps]
+        who, name_of = "dist.get_rank() == 0", "name"
+        if case.is_pipeline:
+            who, name_of = "PIPELINES[number][0] or dist.get_rank() == 0", "name_in_net(name, USES)"
         lines += [
-            "    if dist.get_rank() == 0:",
-            f"        for name, wanted in plain({worlds}[: steps.stop]).items():",
-            "            off = (state[name].float() - wanted).abs().max().item() if wanted.numel() else 0.0",
+            f"    if {who}:",
+            f"        plains = plain({worlds}[: steps.stop])",
+            "        for name, value in state.items():",
+            f"            wanted = plains[{name_of}]",
+            "            off = (value.float() - wanted).abs().max().item() if wanted.numel() else 0.0",
             '            print(f"{name:30} off by {off:.3g}, of {wanted.abs().max().item():.3g}"'
             " if wanted.numel() else name)",
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.fuzz.case import Case
-from tests.fuzz.compare import Comparison, everywhere_equal
+from tests.fuzz.compare import Comparison, everywhere_equal, pipelines
 from tests.fuzz.refusals import expected_refusal, matches
 from tests.fuzz.run import Shown, legs
 from tests.worlds import Pool, RankError
@@ -75,7 +75,7 @@ class Judge:
                     layout = each.case.legs()[each.next_leg][0]
                     # DTensor remembers meshes of earlier cases: their groups must have the same names.
                     alone = each.folder if layout.tensor > 1 else ""
-                    by_world.setdefault((layout.world * layout.tensor, alone), []).append(each)
+                    by_world.setdefault((layout.ranks, alone), []).append(each)
                 for (world, _), some in by_world.items():
                     self._run_all(some, world)
             return [self._judged(each) for each in opened]
@@ -133,9 +133,13 @@ class Judge:
             return Verdict(MISMATCH, f"was not refused, and should be: {expected}")
         comparison, problems = Comparison(opened.case), list[str]()
         for number, shown in enumerate(opened.shown):
+            layout = opened.case.legs()[number][0]
+            if layout.pipe:
+                shown, unequal = pipelines(opened.case, layout, shown)
+                problems += unequal
             problems += everywhere_equal(opened.case, shown)
-            tensor = opened.case.legs()[number][0].tensor
-            problems += comparison.leg(number, shown[::tensor])  # tensor-parallel ranks are neighbours
+            shown = shown[:: layout.tensor]  # tensor-parallel ranks are neighbours
+            problems += comparison.leg(number, shown)
             if problems:
                 break
         if problems:

@@ -74,6 +74,12 @@ def _simpler_layouts(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, world=world)
     if layout.tensor > 1:
         yield replace(layout, tensor=layout.tensor // 2)
+    if layout.pipe:
+        if layout.pipe > 1:
+            yield replace(layout, pipe=layout.pipe - 1)
+        if layout.schedule != "1f1b":
+            yield replace(layout, schedule="1f1b")
+        yield replace(layout, pipe=0, schedule="1f1b")
     for stage in range(layout.stage):
         yield replace(layout, stage=stage)
     usual: dict[str, Any] = {"precision": "fp32", "tier": "device", "param_tier": "device", "whole": False}

@@ -17,6 +17,7 @@ from tests.fuzz.case import (
     OPTIMIZERS,
     PARAM_TIERS,
     PRECISIONS,
+    SCHEDULES,
     TIERS,
     Case,
     Layout,
@@ -57,6 +58,29 @@ FOUND = {  # by the search, and mended since
         steps=3,
         first=Layout(precision="bf16"),
     ),
+    "a checkpoint of pipeline stages of which one has no matrix": Case(
+        parts=(Part("norm"), Part()),
+        uses=(Use(0), Use(0), Use(1)),
+        groups=True,
+        decay=True,
+        optimizer="Adam",
+        first=Layout(pipe=2),
+        then=Layout(pipe=3),
+        micro_batches=3,
+    ),
+    "a tied layer of a pipeline that is frozen for a step": Case(
+        parts=(Part(), Part(frozen=(1, 2))),
+        uses=(Use(0), Use(1), Use(0), Use(1)),
+        optimizer="AdamW",
+        first=Layout(pipe=2),
+        micro_batches=2,
+    ),
+    "a layer that is tied inside a stage whose backward is split": Case(
+        parts=(Part(), Part("narrow")),
+        uses=(Use(0), *([Use(1)] * 6)),
+        first=Layout(pipe=2, schedule="interleaved_zero_bubble"),
+        micro_batches=2,
+    ),
 }
 
 
@@ -82,12 +106,20 @@ def test_everything_is_drawn() -> None:
     assert {(case.optimizer, case.instance) for case in DRAWN} == {(o, i) for o in OPTIMIZERS for i in (0, 1)}
     uncorrected = {(case.optimizer, case.instance) for case in DRAWN if not case.corrects}
     assert uncorrected == {(o, i) for o in ("Adam", "AdamW") for i in (0, 1)}
-    assert {(case.loop, case.micro_batches) for case in DRAWN} == {(x, m) for x in LOOPS for m in (1, 2, 3)}
+    loops = {(case.loop, case.micro_batches) for case in DRAWN if not case.is_pipeline}
+    assert loops == {(x, m) for x in LOOPS for m in (1, 2, 3)}
     assert {case.between for case in DRAWN} == {"", *BETWEEN}
     uses = [use for case in DRAWN for use in case.uses]
     assert {use.checkpoint for use in uses} == {"", "plain", "reentrant"}
     assert {use.rank for use in uses} == {None, 0, 1, 2, 3} and {use.micro for use in uses} == {None, 0, 1, 2}
     assert any(case.then and case.then.world != case.first.world for case in DRAWN)
+    pipelines = [case for case in DRAWN if case.is_pipeline]
+    places = [layout for case in pipelines for layout, _ in case.legs()]
+    assert {each.schedule for each in places} == {*SCHEDULES}
+    assert {(each.pipe, each.world) for each in places} > {(2, 1), (2, 2), (3, 1), (4, 1), (1, 2)}
+    assert {case.optimizer for case in pipelines} == OPTIMIZERS.keys() - {*ONE_BIT}
+    assert any(case.then and 0 < case.then.pipe != case.first.pipe > 0 for case in pipelines)
+    assert any(len({use.part for use in case.uses}) < len(case.uses) for case in pipelines)
     assert any(case.poison for case in DRAWN) and any(
         case.optimizer in ONE_BIT and case.then for case in DRAWN
     )
@@ -109,6 +141,11 @@ SHOWING: dict[str, tuple[Case, str, str]] = {
     "a rank's first micro-batch is lost": (replace(TWO, micro_batches=2), MISMATCH, "momentum_buffer of"),
     "a rank does not go on": (TWO, HANG, "did not answer"),
     "a rank fails alone": (TWO, ERROR, "rank 1: ValueError: planted"),
+    "tied layers of a pipeline do not add up": (
+        Case(uses=(Use(0), Use(0)), steps=1, micro_batches=2, first=Layout(pipe=2)),
+        MISMATCH,
+        "values of parts.0.inner.weight differ between the stages that it is tied to",
+    ),
 }
 
 

@@ -156,6 +156,17 @@ def eval_in_train(run: Run) -> None:
     run.engine.train_batch(interrupted(run.data(1), lambda: run.engine.eval_batch(run.data(5))))
 
 
+@event(PIPELINE, "save_checkpoint in the iterator of train_batch", "save_checkpoint inside the data iterator")
+def save_in_train(run: Run) -> None:
+    run.engine.train_batch(interrupted(run.data(1), lambda: save(run)))
+
+
+@event(PIPELINE, "load_state_dict in the iterator of eval_batch", "load_state_dict inside the data iterator")
+def load_in_eval(run: Run) -> None:
+    state = run.engine.state_dict()
+    run.engine.eval_batch(interrupted(run.data(5), lambda: run.engine.load_state_dict(state)))
+
+
 @event(PIPELINE, "train_batch in no_grad", "train_batch inside torch.no_grad")
 def train_without_gradients(run: Run) -> None:
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """What a pipeline cannot do is one clear sentence on every rank, and the next batch trains."""
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,44 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: no_module(layers=[nn.Linear(1, 1), using(SHARED)]),
         "layer 1 is a function that uses a module which is no layer of this model",
     ),
+    "function of a global module": (
+        lambda: no_module(
+            layers=[SHARED, nn.Tanh(), global_function, nn.Linear(1, 1)], partition_method="uniform"
+        ),
+        "of layer 2 (stage 1) is also in layer 0 (stage 0). Each stage would train a copy of its own",
+    ),
+    "function of a list of modules": (
+        lambda: no_module(
+            layers=[SHARED, nn.Tanh(), using_one_of([SHARED]), nn.Linear(1, 1)], partition_method="uniform"
+        ),
+        "of layer 2 (stage 1) is also in layer 0 (stage 0). Each stage would train a copy of its own",
+    ),
+    "shared by arguments": (
+        lambda: no_module(
+            layers=[LayerSpec(nn.Sequential, SHARED), LayerSpec(nn.Sequential, nn.Tanh(), SHARED)]
+        ),
+        "Each stage would train a copy of its own. Use TiedLayerSpec with one key for both layers",
+    ),
+    "shared by an argument and a module": (
+        lambda: no_module(layers=[SHARED, LayerSpec(nn.Sequential, SHARED)]),
+        "is also in layer",
+    ),
+    "a parameter as an argument": (
+        lambda: no_module(layers=[LayerSpec(Scaled, scale=FACTOR), LayerSpec(Scaled, scale=FACTOR)]),
+        "scale of layer ",
+    ),
+    "an argument that is copied": (
+        lambda: no_module(layers=[LayerSpec(copied, SHARED), LayerSpec(copied, SHARED)]),
+        "nothing was raised",
+    ),
+    "arguments of one key": (
+        lambda: no_module(layers=[TiedLayerSpec("a", nn.Sequential, SHARED)] * 2),
+        "nothing was raised",
+    ),
+    "buffers in several stages": (
+        lambda: no_module(layers=[LayerSpec(WithTable, TABLE), LayerSpec(WithTable, TABLE)]),
+        "nothing was raised",
+    ),
     "half tied": (
         lambda: no_module(layers=[TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="weight")] * 2),
         "tied_weight_attr is ['weight'], but Linear has the parameters ['bias', 'weight']",
@@ -121,6 +160,45 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
         "DisagreementError: models, optimizers or arguments differ between ranks:",
     ),
 }
+
+
+class Scaled(nn.Linear):
+    """A layer that multiplies by a parameter which it is given."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__(1, 1)
+        self.scale = scale
+
+
+class Table(nn.Module):
+    """A constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(4))
+
+
+class WithTable(nn.Linear):
+    """A layer with a constant that all layers have."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(1, 1)
+        self.table = table
+
+
+FACTOR, TABLE = nn.Parameter(torch.ones(())), Table()
+
+
+def global_function(x: Tensor) -> Tensor:
+    return SHARED(x)
+
+
+def using_one_of(modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    return lambda x: modules[0](x)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module)
 
 
 def using(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -376,6 +376,13 @@ def test_what_cannot_be_planned_is_told() -> None:
         module = PipelineModule([LayerSpec(Reads), LayerSpec(Reads)], 2, loss_fn=lambda y, _: y.mean())
     with pytest.raises(PlanError, match=r"stage 0 \(layers 0 to 0\) failed on a micro-batch without values"):
         plan(module, config_of(Case(2)), 1, inputs=[WORDS, WORDS])
+    shared = nn.Linear(60, 60)
+    with torch.device("meta"):
+        module = PipelineModule([LayerSpec(nn.Sequential, shared) for _ in range(2)], 1)
+    made = plan(module, config_of(Case(2)), 1)
+    assert made.numel == 60 * 61
+    with pytest.raises(PlanError, match=r"layer 1 \(stage 1\).*Use TiedLayerSpec with one key"):
+        plan(module, config_of(Case(2)), 1, pipe=2)
     with pytest.raises(ValueError, match="was built on the meta device, which describes it for a plan"):
         zero_full.initialize(model=described(Case(2)), config=config_of(Case(2)))
 

@@ -1,12 +1,15 @@
 """`PipelineEngine`: trains a `PipelineModule`, one batch of micro-batches at a time.
 
     train_batch   read micro-batches; run torch's schedule, whose backward passes leave gradients on this
-                  rank; sum the gradients of tied layers; step
-    the step      the engine's own: gradients are averaged over the ranks with the same stages, and norm,
-                  clipping and overflow are of all stages
+                  rank; sum the gradients of tied layers; average over the ranks with the same stages; step
+    the step      the engine's own: norm, clipping and overflow are of all stages
 
 Besides the step, ranks exchange a few numbers twice in a batch: before the schedule, whether a rank has no
 data or new shapes, and after it, the loss and whether a rank has failed.
+
+[Note: averages of a batch] A rank averages its gradients when its own last backward pass has ended, while
+earlier stages still compute. It does not know yet whether another rank has failed. So all ranks average, also
+after a failure, and discard the gradients when they learn of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -124,10 +127,7 @@ class PipelineEngine(Engine):
         self.module.train()
         scaler, count = self.optimizer.scaler, self.micro_batches
         loss = self._run_batch(data_iter, lambda loss: scaler.times(loss / count), trains=True)
-        for tie, communicator in self._ties:
-            sum_gradients(tie, communicator, self.optimizer.reducer)
         self.accumulation.micro_steps += count - 1
-        self.optimizer.reducer.backward.is_boundary = True  # the step reduces what the passes have left
         super().step()
         return loss
 
@@ -157,26 +157,32 @@ class PipelineEngine(Engine):
         self._reads = True
         read = read_micro_batches(data, count, self.device, first, last, is_own)
         self._reads = False
-        if self._compare(read, (read.signature, count), trains):
-            self._build(read, count)  # all ranks do
+        is_new = self._compare(read, (read.signature, count), trains)
         batch = RunningBatch(read.inputs, read.labels, weigh)
-        for chunk in self._chunks:
-            chunk.batch = batch
         if trains and self._meter is not None:
             for inputs in read.inputs:
                 self._meter.count_tokens((inputs,), {})
         numbers = torch.arange(count)
-        schedule = self._schedule
         self.accumulation.boundary = False  # gradients are averaged once, in the step
         try:
+            if is_new:
+                self._build(read, count)  # all ranks do
+            schedule = self._schedule
+            for chunk in self._chunks:
+                chunk.batch = batch
             run = schedule.step if trains else schedule.eval
             run(
                 *([numbers] if self._is_first_place else []),
                 target=numbers if self._is_last_place else None,
                 return_outputs=False,
             )
-            return self._end_batch(batch, trains)
-        except BaseException:
+            is_trained = not trains or bool(self.optimizer.reducer.used)
+            if trains:
+                with self._time("backward"):
+                    self._average()
+            return self._end_batch(batch, trains, is_trained)
+        except BaseException as error:
+            self._memory_notes.explain(error, "train_batch" if trains else "eval_batch")
             self.optimizer.zero_grad()
             raise
         finally:
@@ -202,10 +208,24 @@ class PipelineEngine(Engine):
             self._raise_together(read.problem, read.error)
         return told[2] > 0
 
-    def _end_batch(self, batch: RunningBatch, trains: bool) -> Tensor:
-        """Return the mean loss; raise on every rank if one has failed."""
+    def _average(self) -> None:
+        """Average this rank's gradients. Its data ranks, and those of its ties, must call this.
+
+        See [Note: averages of a batch].
+        """
+        reducer = self.optimizer.reducer
+        for tie, communicator in self._ties:
+            sum_gradients(tie, communicator, reducer)
+        reducer.backward.is_boundary = True
+        reducer.flush()
+
+    def _end_batch(self, batch: RunningBatch, trains: bool, is_trained: bool) -> Tensor:
+        """Return the mean loss; raise on every rank if one has failed.
+
+        is_trained  whether a parameter of this rank has got a gradient
+        """
         problem, own = batch.problem, 0.0
-        if not problem and trains and not self.optimizer.reducer.used:
+        if not problem and not is_trained:
             problem = (
                 f"no parameter of stages {self.module.stages} got a gradient: the loss does not depend on "
                 "them. Freeze nothing that a whole stage consists of, or use fewer stages"
@@ -247,11 +267,30 @@ class PipelineEngine(Engine):
             raise RuntimeError(f"{call} after destroy. Initialize the model again")
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % call)
+        self._check_not_reading(call)
+        self.optimizer.check_model_unchanged()
+
+    def _check_not_reading(self, call: str) -> None:
+        """Raise RuntimeError while a data iterator is running, which the ranks in the middle do not read."""
         if self._reads:
             raise RuntimeError(
                 f"{call} inside the data iterator of a batch. Not all stages read it: call it between batches"
             )
-        self.optimizer.check_model_unchanged()
+
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> bool:
+        """Save a checkpoint of all stages: see `Engine.save_checkpoint`. Every rank must call this."""
+        self._check_not_reading("save_checkpoint")
+        return super().save_checkpoint(*arguments, **named)
+
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of all stages: see `Engine.load_checkpoint`. Every rank must call this."""
+        self._check_not_reading("load_checkpoint")
+        return super().load_checkpoint(*arguments, **named)
+
+    def load_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Restore this rank's part: see `Engine.load_state_dict`. Every rank must call this."""
+        self._check_not_reading("load_state_dict")
+        super().load_state_dict(*arguments, **named)
 
     # The schedule --------------------------------------------------------------------------------
 
@@ -262,6 +301,7 @@ class PipelineEngine(Engine):
         self._built_for, self._schedule = None, None
         autocast, casts_to = precision_of(self.config, self.device)
         self._chunks, takes, inputs, problem = [], None, None, ""
+        failure: Exception | None = None
         known = self.optimizer.groups.pipe
         for stage in range(module.total_stages):  # in order: each one's output is the next one's input
             here: tuple[str, Handover] | None = None
@@ -274,14 +314,16 @@ class PipelineEngine(Engine):
                     here = "", chunk.gives
                 except Exception as error:
                     what = f"rank {self.global_rank}: forward of stage {stage}, micro-batch 0"
-                    here = f"{what}: {type(error).__name__}: {error}", LOSS
+                    here, failure = (f"{what}: {type(error).__name__}: {error}", LOSS), error
             found = [here] if known is None else known.gather_objects(here, f"the output of stage {stage}")
             problem, takes = next(each for each in found if each is not None)
             if problem:
                 break
         told = gather_messages(self.optimizer.groups, [problem] if problem else [], "shapes between stages")
         if told:
-            raise RuntimeError(f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}")
+            raise RuntimeError(
+                f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}"
+            ) from failure
         index = (torch.empty(1, dtype=torch.int64, device="meta"),)
         stages = [Stage(c, self.optimizer.reducer, pipe, module.total_stages, index) for c in self._chunks]
         self._schedule = make_schedule(self.config.pipeline.schedule, stages, count, _first_argument)

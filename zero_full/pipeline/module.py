@@ -22,6 +22,7 @@ has the stages
     "v"     p and 2P - 1 - p         zero-bubble schedules of two stages per rank: the first place is the last
 """
 
+import dis
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_full.comm.topology import Topology, new_group, this_rank
+from zero_full.nested import leaves
 from zero_full.pipeline.partition import partition
 from zero_full.start.launch import init_distributed
 from zero_full.start.startup_checks import attempt, compare, gather_objects
@@ -215,6 +217,7 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             for number in self.parts[stage]:
                 self._calls[number] = self._built(number, self.specs[number])
+        self._check_arguments()
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
         """Yield the facts that must be equal on every rank."""
@@ -292,16 +295,41 @@ class PipelineModule(nn.Module):
                 "its parameters would not be trained. Pass the module as a layer, or a LayerSpec of it"
             )
 
+    def _check_arguments(self) -> None:
+        """Raise ValueError if a layer of this rank has a parameter that a layer of another stage gets, too.
+
+        Arguments of a LayerSpec may be modules. Classes may use them, or copy them: only built layers tell.
+        """
+        users: dict[int, dict[int, None]] = {}  # by parameter, the layers whose specs refer to it
+        keys = set[str]()
+        for number, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key in keys:  # the first one builds the module
+                    continue
+                keys.add(spec.key)
+            for param in _referred(spec):
+                users.setdefault(id(param), {})[number] = None
+        for number, spec in enumerate(self.specs):
+            module, key = self._module_of(number), getattr(spec, "key", None)
+            for name, param in module.named_parameters() if module is not None else ():
+                for other in users.get(id(param), ()):
+                    here, there = self.stage_of(number), self.stage_of(other)
+                    is_tied = key is not None and key == getattr(self.specs[other], "key", None)
+                    if here != there and not is_tied:
+                        raise ValueError(
+                            TIED.format(what=name, later=number, there=here, first=other, here=there)
+                        )
+
+    def _module_of(self, layer: int) -> nn.Module | None:
+        """Return a layer's module; None for a function, and if this rank has not built it."""
+        spec = self.specs[layer]
+        held, name = (self.tied, spec.key) if isinstance(spec, TiedLayerSpec) else (self.layers, str(layer))
+        return next((module for key, module in held.items() if key == name), None)
+
     def modules_of(self, stage: int) -> list[nn.Module]:
         """Return the modules of one of this rank's stages."""
-        modules = []
-        for number in self.parts[stage]:
-            spec = self.specs[number]
-            if isinstance(spec, TiedLayerSpec):
-                modules.append(self.tied[spec.key])
-            elif str(number) in self.layers:
-                modules.append(self.layers[str(number)])
-        return modules
+        found = map(self._module_of, self.parts[stage])
+        return [module for module in found if module is not None]
 
     def shared_keys(self) -> list[str]:
         """Return the keys of tied layers that several ranks of a pipeline have."""
@@ -406,14 +434,35 @@ def _owned(spec: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     cells = getattr(spec, "__closure__", None) or ()
     referred: list[Any] = [cell.cell_contents for cell in cells if _is_filled(cell)]
-    referred += [getattr(spec, "__self__", None)]
+    referred += [getattr(spec, "__self__", None), *_globals_of(spec)]
     if isinstance(spec, partial):
         referred += [spec.func, *spec.args, *spec.keywords.values()]
-    for each in referred:
+    for each in leaves(referred):
         if isinstance(each, nn.Module):
             yield from _owned(each)
         elif isinstance(each, nn.Parameter):
             yield "a parameter", each
+
+
+def _globals_of(function: Any) -> list[Any]:
+    """Return the modules and parameters that are global variables which a function reads."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    if code is None:
+        return []
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return [each for name in names if isinstance(each := known.get(name), (nn.Module, nn.Parameter))]
+
+
+def _referred(spec: Any) -> list[nn.Parameter]:
+    """Return the parameters of a module, or of the arguments of a LayerSpec."""
+    given = [spec.module_args, spec.module_kwargs] if isinstance(spec, LayerSpec) else [spec]
+    found = list[nn.Parameter]()
+    for each in leaves(given):
+        if isinstance(each, nn.Module):
+            found += each.parameters()
+        elif isinstance(each, nn.Parameter):
+            found.append(each)
+    return found
 
 
 def _is_filled(cell: Any) -> bool:

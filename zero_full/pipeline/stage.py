@@ -5,6 +5,7 @@ activations. So an exception in a layer, the loss or backward is kept: until the
 sends zeros in place of results, and then all ranks raise together.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -63,9 +64,10 @@ class RunningBatch:
 class StageLayers(nn.Module):
     """The layers of one stage, with the loss behind the last one. Called by torch's pipelining.
 
-    number  the current micro-batch
-    takes   what it gets from the stage before; None: it is the first stage
-    gives   what the next stage gets
+    number   the current micro-batch
+    repeats  whether a module is called twice, or several layers share a parameter
+    takes    what it gets from the stage before; None: it is the first stage
+    gives    what the next stage gets
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class StageLayers(nn.Module):
         super().__init__()
         self.stage, self.is_last = stage, stage == module.total_stages - 1
         # torch asks for this stage's parameters, which are those of its layers.
-        self.held = nn.ModuleList({id(m): m for m in module.modules_of(stage)}.values())
+        layers = module.modules_of(stage)
+        self.held = nn.ModuleList({id(m): m for m in layers}.values())
+        of_layers = Counter(parameter for layer in layers for parameter in layer.parameters())
+        self.repeats = any(count > 1 for count in of_layers.values())
         self.whole: list[PipelineModule] = [module]  # a list: not a submodule
         self.takes, self.gives, self.device = takes, gives, device
         self.autocast, self.casts_to, self.timed = autocast, casts_to, timed
@@ -161,9 +166,16 @@ class Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run backward of one micro-batch, or its part for the inputs only."""
+        """Run backward of one micro-batch, or its part for the inputs only.
+
+        torch's two parts are wrong for a module that is called twice in one stage: there the first part is
+        all of it.
+        """
         if not self.has_backward:
             return
+        if self.chunk.repeats and kwargs.get("full_backward") is False:
+            kwargs["full_backward"] = True
+            self.dw_runner[bwd_chunk_id] = _nothing  # the part for weights
         self._pass(partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs), bwd_chunk_id)
         if self.chunk.batch.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
@@ -179,7 +191,7 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the part of a backward pass that makes the gradients of weights."""
-        if self.has_backward and self.chunk.batch.failure is None:
+        if self.has_backward and self.chunk.batch.failure is None and not self.chunk.repeats:
             self._pass(
                 partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs), bwd_chunk_id
             )
@@ -226,7 +238,7 @@ def _nothing() -> None:
 def find_handover(chunk: StageLayers, inputs: Any) -> Handover:
     """Run a stage's layers once, without keeping anything, to find the form of their output.
 
-    Random numbers and buffers are as before at the end.
+    Notes whether it `repeats` modules. Random numbers and buffers are as before at the end.
     """
     module = chunk.whole[0]
     buffers = [(b, b.clone()) for m in chunk.held for b in m.buffers()]
@@ -234,13 +246,22 @@ def find_handover(chunk: StageLayers, inputs: Any) -> Handover:
     rng = (
         torch.random.fork_rng(devices, device_type=devices[0].type) if devices else torch.random.fork_rng([])
     )
+    calls = Counter[nn.Module]()
+    hooks = [
+        each.register_forward_pre_hook(lambda called, _: calls.update([called]))
+        for each in chunk.held.modules()
+        if any(True for _ in each.parameters(recurse=False))
+    ]
     try:
         with rng, torch.enable_grad():
             outputs = chunk.compute(inputs)
     finally:
+        for hook in hooks:
+            hook.remove()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+    chunk.repeats = chunk.repeats or any(count > 1 for count in calls.values())
     return LOSS if chunk.stage == module.total_stages - 1 else Handover.of(outputs, chunk.stage)
 
 

@@ -56,24 +56,29 @@ def check_equal(module: PipelineModule, tie: Tie) -> None:
 
 
 def sum_gradients(tie: Tie, communicator: Communicator, reducer: GradientReducer) -> None:
-    """Replace this rank's gradients of a tied module by the sum over its stages. Its ranks must call this."""
+    """Replace this rank's gradients of a tied module by the sum over its stages. Its ranks must call this.
+
+    A parameter without a gradient on every stage, such as a frozen one, stays without.
+    """
     places = [reducer.group_and_member[p] for p in tie.params if p in reducer.group_and_member]
     own = [group.gradients.own(member) for group, member in places]
     if not places:
         return
     dtype = places[0][0].gradients.accumulate
     numels = [member.param.numel() for _, member in places]
-    total = -(-sum(numels) // communicator.size) * communicator.size
+    total = -(-(sum(numels) + len(places)) // communicator.size) * communicator.size
     flat = torch.zeros(total, dtype=dtype, device=places[0][1].param.device)
-    for part, gradient in zip(_parts(flat, numels), own, strict=True):
+    *parts, has_gradient = _parts(flat, [*numels, len(places)])  # the number of stages with a gradient
+    for number, (part, gradient) in enumerate(zip(parts, own, strict=True)):
         if gradient is not None:
             part.copy_(gradient.reshape(-1))
+            has_gradient[number] = 1
     communicator.all_reduce(flat, 1, f"gradients of the tied layer {tie.key}")
-    for part, gradient, (group, member) in zip(_parts(flat, numels), own, places, strict=True):
+    for number, (part, gradient, (group, member)) in enumerate(zip(parts, own, places, strict=True)):
         summed = part.view(member.param.shape)
         if gradient is not None:
             gradient.copy_(summed)
-        else:  # no micro-batch on this stage used it
+        elif has_gradient[number] > 0:  # no micro-batch on this stage used it
             member.param.grad = summed.to(member.param.dtype)
             reducer.used.add(member)
             if not group.gradients.uses_param_grad:
