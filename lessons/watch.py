@@ -2,7 +2,8 @@
 
 Each rank is a thread, and Python tells it of every line that it is about to run in the learner's file; what
 other files do is not shown. The ranks are put beside each other from one collective to the next, because
-between two collectives nobody waits for anybody. `python -m lessons watch N` writes the file.
+between two collectives nobody waits for anybody. Where ranks do different things at one time (a pipeline),
+each goes on line by line until it waits for a message. `python -m lessons watch N` writes the file.
 """
 
 import importlib
@@ -25,6 +26,7 @@ from lessons.exercise import LessonError, find_lesson, shown
 from lessons.registry import ROOT, Lesson
 from lessons.rows import ROWS, Row
 from zero_min.comm import Comm, WorldError, caller
+from zero_min.gpt import load_text
 from zero_min.ledger import Ledger, held
 from zero_min.thread_comm import ThreadComm, run_world
 
@@ -74,6 +76,15 @@ class Meeting:
     source: int = -1  # of a `receive`: whom it waits for
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A message: how many lines its sender had come to, to whom it goes, and its bytes."""
+
+    lines: int
+    to: int
+    size: int
+
+
 @dataclass
 class Watcher:
     """What one rank did: its lines up to the first collective, up to the second, and so on."""
@@ -81,6 +92,8 @@ class Watcher:
     files: Sequence[str]
     lines: list[list[Line]] = field(default_factory=lambda: [[]])
     meetings: list[Meeting] = field(default_factory=list)
+    mail: list[Sent] = field(default_factory=list)
+    received: int = 0  # messages that it has got
     phase: str = "the trainer is made"
     end: str = ""  # how it ended, if it did
     stopped: bool = False  # it would have gone on, but another rank could not
@@ -117,7 +130,8 @@ class Watcher:
     def close(self) -> "Watcher":
         """What was recorded until now, which a rank in an endless loop does not change any more."""
         self.closed = True
-        return replace(self, lines=[list(stretch) for stretch in self.lines], meetings=list(self.meetings))
+        lines = [list(stretch) for stretch in self.lines]
+        return replace(self, lines=lines, meetings=list(self.meetings), mail=list(self.mail))
 
     def meet(self, what: str, to: Sequence[int], source: int = -1) -> None:
         """A collective is called, or something is waited for; from here on lines are those after it."""
@@ -137,12 +151,15 @@ class WatchedComm(ThreadComm):
         """As ever, added to what the next arrows show."""
         super().send(tensor, to)
         self.posted[to] += tensor.nbytes
+        self.watcher.mail.append(Sent(sum(map(len, self.watcher.lines)), to, tensor.nbytes))
 
     def receive(self, like: Tensor, source: int) -> Tensor:
         """As ever, written down."""
         self.watcher.meet("receive", self.posted, source)
         self.posted = [0] * self.world_size
-        return super().receive(like, source)
+        got = super().receive(like, source)
+        self.watcher.received += 1
+        return got
 
     def _meets(self, what: str, to: Sequence[int]) -> None:
         self.watcher.meet(what, [0 if rank == self.rank else n for rank, n in enumerate(to)])
@@ -221,9 +238,8 @@ def _body(lesson: Lesson) -> Body:
     body: Body | None = getattr(experiment_of(lesson), "watched", None)
     if body is None:
         raise LessonError(
-            f"lesson {lesson.number} cannot be watched line by line: its ranks do different things at one "
-            "time, and the page puts them beside each other from one collective to the next. "
-            f"python -m lessons run {lesson.number} draws what each rank does when"
+            f"lesson {lesson.number} cannot be watched: it has no row in the demo, and its experiment no "
+            f"function `watched`. See python -m lessons run {lesson.number}"
         )
     return body
 
@@ -263,6 +279,7 @@ class Moment:
     at: tuple[int, ...]
     waits: tuple[bool, ...]
     meeting: int = -1
+    arrived: tuple[tuple[int, int, int], ...] = ()  # messages: from whom, to whom, bytes
 
 
 def moments(watchers: Sequence[Watcher], broken: bool) -> list[Moment]:
@@ -295,6 +312,33 @@ def moments(watchers: Sequence[Watcher], broken: bool) -> list[Moment]:
     return made
 
 
+def moments_by_mail(watchers: Sequence[Watcher]) -> list[Moment]:
+    """Each rank goes line by line, as fast as all others, and waits where its message is not sent yet."""
+    ranks, made = range(len(watchers)), list[Moment]()
+    ends = [sum(map(len, w.lines)) for w in watchers]
+    stops = [[sum(map(len, w.lines[: n + 1])) for n in range(len(w.meetings))] for w in watchers]
+    at, got = [0 for _ in ranks], [0 for _ in ranks]  # lines that each rank has come to, and its messages
+    taken = [[0 for _ in ranks] for _ in ranks]  # messages, by sender and receiver
+    while True:
+        now, waits, arrived = list(at), [False for _ in ranks], list[tuple[int, int, int]]()
+        for rank, watcher in enumerate(watchers):
+            if got[rank] == len(stops[rank]) or at[rank] < stops[rank][got[rank]]:
+                now[rank] = min(at[rank] + 1, ends[rank])
+                continue
+            source = watcher.meetings[got[rank]].source
+            letters = [each for each in watchers[source].mail if each.to == rank][taken[source][rank] :]
+            waits[rank] = not letters or at[source] <= letters[0].lines  # until the line behind has begun
+            if not waits[rank]:
+                arrived.append((source, rank, letters[0].size))
+        if now == at and not arrived and made:  # all have ended, or wait for ever
+            return [*made, replace(made[-1], waits=tuple(waits), arrived=())] if any(waits) else made
+        for source, rank, _ in arrived:
+            taken[source][rank] += 1
+            got[rank] += 1
+        at = now
+        made.append(Moment(tuple(max(0, n - 1) for n in at), tuple(waits), -1, tuple(arrived)))
+
+
 def waits_for(watchers: Sequence[Watcher]) -> list[list[int]]:
     """For each rank those that it waits for at the end, in vain."""
     furthest = max(len(w.meetings) for w in watchers)
@@ -305,7 +349,7 @@ def waits_for(watchers: Sequence[Watcher]) -> list[list[int]]:
         if w.end or not w.meetings:
             found.append([])
         elif w.meetings[-1].source >= 0:
-            found.append([w.meetings[-1].source])
+            found.append([w.meetings[-1].source] if w.received < len(w.meetings) else [])
         else:
             found.append([] if rank in behind else culprits)
     return found
@@ -339,6 +383,8 @@ def last_words(watchers: Sequence[Watcher], error: str) -> list[str]:
 
 def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, Any]:
     """What the page needs. Memories and phases are numbered: many lines have the same."""
+    by_mail = getattr(experiment_of(lesson), "RANKS_DIFFER", False)
+    shown_moments = moments_by_mail(watchers) if by_mail else moments(watchers, error != "")
     memories: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {}
 
@@ -361,7 +407,7 @@ def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, A
         "phases": list(phases),
         "memories": list(memories),
         "ranks": ranks,
-        "moments": [[m.at, [int(w) for w in m.waits], m.meeting] for m in moments(watchers, error != "")],
+        "moments": [[m.at, [int(w) for w in m.waits], m.meeting, m.arrived] for m in shown_moments],
         "end": last_words(watchers, error),
         "waitsFor": waits_for(watchers) if error else [],
         "error": error,
@@ -382,6 +428,7 @@ def watched(lesson: Lesson) -> dict[str, Any]:
     body, error = _body(lesson), ""  # it imports the lesson's files
     files = [str(sys.modules[f"zero_min.{answer.stem}"].__file__) for answer, _ in lesson.files]
     watchers = [Watcher(files) for _ in range(RANKS)]
+    load_text()  # now: it is everybody's, and no rank holds it
     try:
         run_world(_one_rank, RANKS, body, watchers, timeout=SECONDS)
     except WorldError as wrong:

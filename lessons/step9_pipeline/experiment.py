@@ -24,6 +24,7 @@ from zero_min.pipeline import Box, Order, bubble, gpipe, one_f_one_b, replay
 CONFIG = GPTConfig(context=16, layers=4, width=32)
 SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {"GPipe": gpipe, "1F1B": one_f_one_b}
 RANKS, ROWS = 4, 16
+RANKS_DIFFER = True  # at one time: `watch` goes by messages
 SLOWLY = 0.02  # seconds of a forward; a backward takes twice as long
 
 
@@ -229,6 +230,16 @@ def _drawn(plot: Any, name: str, rows: Sequence[Sequence[Box]]) -> None:
     plot.invert_yaxis()
     plot.set(title=f"{name}: {bubble(rows):.0%} idle", xlabel="time; a backward takes two forwards")
     plot.spines[["top", "right"]].set_visible(False)
+
+
+def watched(comm: Comm, watcher: Any) -> None:
+    """What `watch` shows line by line: a batch of four micro-batches, with one block on each rank."""
+    config = GPTConfig(context=4, layers=RANKS, width=8)
+    watcher.trainer = trainer = Pipeline(GPT(config), comm, micro_batches=4)
+    watcher.phase = "a batch"
+    trainer.run(*batch(load_text(), 4, config.context, torch.Generator().manual_seed(0)))
+    watcher.phase = "update"
+    trainer.step()
 
 
 def main(world: int = RANKS) -> None:

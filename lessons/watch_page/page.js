@@ -91,13 +91,17 @@ const zeroWatch = (() => {
     return arrows
   }
 
+  function messages() {
+    return moment()[3].map(([from, to, bytes]) => arrow(from, to, "travel", Math.abs(to - from) === 1 ? count(bytes) : ""))
+  }
+
   function waitsFor() {
     if (now !== LAST || !broken) return []
     return run.waitsFor.flatMap((others, from) => others.map((to) => arrow(from, to, "wait", "")))
   }
 
   function wire() {
-    const meeting = moment()[2], arrows = meeting >= 0 ? travels(meeting) : waitsFor()
+    const meeting = moment()[2], arrows = meeting >= 0 ? travels(meeting) : [...messages(), ...waitsFor()]
     const dots = [...Array(RANKS).keys()].map((rank) => {
       const look = moment()[1][rank] ? ' class="waiting"' : ""
       return `<circle${look} cx="${X(rank)}" cy="76" r="18"/><text x="${X(rank)}" y="81">${rank}</text>`
@@ -113,8 +117,10 @@ const zeroWatch = (() => {
       const sent = calls.map(([, , to]) => to.reduce((a, b) => a + b, 0))
       return `All meet in ${calls[0][0]}, called at ${calls[0][1]}. Bytes sent by ranks 0 to ${RANKS - 1}: ${sent.map(count).join(", ")}.`
     }
+    const told = moment()[3].map(([from, to, bytes]) => `rank ${to} gets ${count(bytes)} bytes from rank ${from}`)
     const waiting = waits.flatMap((wait, rank) => (wait ? [`rank ${rank}`] : []))
     if (now === LAST && broken) return `It stops here. ${run.end.join(". ")}.`
+    if (told.length) return `${told.join(", ")}.`
     return waiting.length ? `${waiting.join(", ")}: there already, waiting.` : "All ranks run."
   }
 
@@ -134,7 +140,7 @@ const zeroWatch = (() => {
 
   // Moving ----------------------------------------------------------------------------------------
 
-  const isCall = ([, , meeting]) => meeting >= 0
+  const isCall = ([, , meeting, messages]) => meeting >= 0 || messages.length > 0
   const deeds = {
     first: () => show(0),
     before: () => show(run.moments.slice(0, now).findLastIndex(isCall)),

@@ -9,22 +9,25 @@ import pytest
 import zero_min
 from lessons import __main__ as cli
 from lessons import exercise, registry, watch
+from lessons.exercise import LessonError
 from lessons.registry import LESSONS, ROOT, Lesson
 from zero_min import Stage2
+from zero_min.gpt import GPTConfig
 
 Capture = pytest.CaptureFixture[str]
 Run = dict[str, Any]
 
 
-WATCHED = [lesson for lesson in LESSONS if lesson.number != 9]
+(PIPELINE,) = [lesson for lesson in LESSONS if lesson.number == 9]
 
 
-def test_a_pipeline_cannot_be_watched_and_says_what_else_there_is(capfd: Capture) -> None:
-    assert cli.main(["watch", "9"]) == 2
-    assert "python -m lessons run 9 draws what each rank does when" in capfd.readouterr().err
+def test_a_lesson_that_shows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(watch.experiment_of(PIPELINE), "watched")
+    with pytest.raises(LessonError, match=r"lesson 9 cannot be watched.*python -m lessons run 9"):
+        watch.watched(PIPELINE)
 
 
-@pytest.mark.parametrize("lesson", WATCHED, ids=[lesson.folder for lesson in WATCHED])
+@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
 def test_every_line_and_every_call_is_shown_once_and_in_order(lesson: Lesson) -> None:
     run = watch.watched(lesson)
     assert not run["end"] and not run["cut"]
@@ -35,7 +38,7 @@ def test_every_line_and_every_call_is_shown_once_and_in_order(lesson: Lesson) ->
         lengths = [text["text"].count("\n") for text in run["files"]]
         assert all(1 <= line <= lengths[file] for file, line, *_ in each["lines"])
     met = [moment[2] for moment in run["moments"] if moment[2] >= 0]
-    assert met == list(range(len(run["ranks"][0]["meetings"])))
+    assert met == [] if lesson is PIPELINE else met == list(range(len(run["ranks"][0]["meetings"])))
     assert [Path(file["name"]).name for file in run["files"]] == [f.name for f, _ in lesson.files]
     assert len(watch.page(run)) < 200_000
 
@@ -122,6 +125,33 @@ def test_the_ring_is_watched_round_by_round_and_says_whom_it_hears(monkeypatch: 
     for rank, said in enumerate(run["end"]):
         assert re.fullmatch(rf"rank {rank} waits in receive \(ring.py:\d+\) for rank {(rank - 1) % 4}", said)
     assert run["waitsFor"] == [[3], [0], [1], [2]]
+
+
+def test_a_pipeline_is_watched_message_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = watch.watched(PIPELINE)
+    arrows = [tuple(each) for moment in run["moments"] for each in moment[3]]
+    for rank, each in enumerate(run["ranks"]):
+        assert len([to for _, to, _ in arrows if to == rank]) == len(each["meetings"])
+    of_activations, of_the_weight = 4 * 4 * 8, 4 * 8 * GPTConfig().vocabulary  # fp32
+    forwards = [(rank, rank + 1, of_activations) for rank in range(3)] * 4
+    ties = [(0, 3, of_the_weight), (3, 0, of_the_weight)]
+    assert sorted(arrows) == sorted([*forwards, *((b, a, n) for a, b, n in forwards), *ties])
+    # At the beginning the last rank waits longest.
+    first = [moment[1] for moment in run["moments"]][:60]
+    assert (
+        sum(waits[3] for waits in first) > sum(waits[1] for waits in first) > sum(waits[0] for waits in first)
+    )
+    monkeypatch.setattr(watch, "SECONDS", 1.0)
+    sent = watch.WatchedComm.send
+
+    def lose(comm: watch.WatchedComm, tensor: Any, to: int) -> None:
+        if (comm.rank, to) != (2, 1):
+            sent(comm, tensor, to)
+
+    monkeypatch.setattr(watch.WatchedComm, "send", lose)
+    run = watch.watched(PIPELINE)
+    assert re.fullmatch(r"rank 1 waits in receive \(pipeline.py:\d+\) for rank 2", run["end"][1])
+    assert run["moments"][-1][1][1] == 1 and run["waitsFor"][1] == [2]
 
 
 LOOP = """

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
-from zero_full.shard.group.dtensors import is_dtensor, like, part_of
+from zero_full.shard.group.dtensors import like, part_of, whole_of
 from zero_full.shard.group.hand_written import GRADIENT
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -265,8 +265,7 @@ def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
     whole = dict[str, Tensor]()
     for key, kind in kinds.items():
         if kind is not None and not _is_cut(place, key):
-            entry: Any = place.shown(place.whole(kind, own.get(key)))
-            whole[key] = (entry.full_tensor() if is_dtensor(entry) else entry).cpu()
+            whole[key] = whole_of(place.shown(place.whole(kind, own.get(key)))).cpu()
     for key in place.optimizer.contents.stepper.cut_entries:
         if (parts := _from_parts(place, key)) is not None:
             whole[key] = parts.cpu()
