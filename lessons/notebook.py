@@ -86,7 +86,7 @@ def _html(shown: object, place: str) -> str:
     """
     made = getattr(shown, "_repr_html_", None)
     if made is None:
-        return f'<pre style="overflow-x: auto">{html.escape(str(shown))}</pre>'
+        return f'<pre style="overflow-x: auto; font-family: monospace">{html.escape(str(shown))}</pre>'
     here = hashlib.sha256(place.encode()).hexdigest()[:6]
     return re.sub(r'(\bid="|url\(#|href="#)([^")]+)', rf"\1\2-{here}", str(made()))
 
