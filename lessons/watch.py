@@ -383,7 +383,8 @@ def last_words(watchers: Sequence[Watcher], error: str) -> list[str]:
 
 def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, Any]:
     """What the page needs. Memories and phases are numbered: many lines have the same."""
-    by_mail = getattr(experiment_of(lesson), "RANKS_DIFFER", False)
+    has_row = any(row.lesson == lesson.number for row in ROWS)
+    by_mail = not has_row and getattr(experiment_of(lesson), "RANKS_DIFFER", False)
     shown_moments = moments_by_mail(watchers) if by_mail else moments(watchers, error != "")
     memories: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {}
