@@ -7,7 +7,6 @@ shared memory, where a gather is a copy, and behind links of 1 Gbit/s each, wher
 a busy machine changes less.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,22 +78,10 @@ def behind_link(shape: Shape, rounds: int) -> tuple[dict[str, Series], dict[str,
         PER_LAYER: lambda: engine.module.generate(prompts, shape.new),
     }
     engine.eval()
-    cpu: dict[str, Series] = {name: [] for name in NAMES}
-
-    def visit(name: str, number: int) -> list[float]:
-        dist.barrier()
-        start, worked = time.perf_counter(), time.process_time()
-        with torch.no_grad():
-            acts[name]()
-        cpu[name].append([time.process_time() - worked])
-        return [time.perf_counter() - start]
-
-    for name in NAMES:
-        visit(name, 0)
-        cpu[name].clear()
-    series = interleave.run(NAMES, rounds, visit)
+    with torch.no_grad():
+        found = interleave.wall_and_cpu(acts, rounds, lambda name: dist.barrier())
     engine.destroy()
-    return series, cpu
+    return found
 
 
 def report(run: Any, small: bool) -> tuple[list[Ratio], dict[str, Any]]:

@@ -4,7 +4,6 @@ Two ranks at stage 3 in bf16. A step that notes changes is compared with a step:
 slices stay in the cache, and with one whose slices do not.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,24 +45,16 @@ def measure(comm: Any, shape: Shape, rounds: int) -> tuple[dict[str, Series], di
         STEP: engine.step,
         STEP_DELTA: noting.step,
     }
-    cpu: dict[str, Series] = {name: [] for name in NAMES}
 
-    def visit(name: str, number: int) -> list[float]:
+    def ready(name: str) -> None:
         if name in (STEP, STEP_DELTA):
             train(engine if name == STEP else noting)
         dist.barrier()
-        start, worked = time.perf_counter(), time.process_time()
-        acts[name]()
-        cpu[name].append([time.process_time() - worked])
-        return [time.perf_counter() - start]
 
-    for name in NAMES:
-        visit(name, 0)
-        cpu[name].clear()
-    series = interleave.run(NAMES, rounds, visit)
+    wall, cpu = interleave.wall_and_cpu(acts, rounds, ready)
     engine.destroy()
     noting.destroy()
-    return series, cpu, sizes
+    return wall, cpu, sizes
 
 
 def report(run: Any, small: bool) -> tuple[list[Ratio], dict[str, Any]]:

@@ -12,7 +12,8 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +36,28 @@ def run(names: Sequence[str], rounds: int, visit: Callable[[str, int], list[floa
         for name in order(names, number):
             samples[name].append(visit(name, number))
     return samples
+
+
+def wall_and_cpu(
+    acts: Mapping[str, Callable[[], object]], rounds: int, ready: Callable[[str], object]
+) -> tuple[dict[str, Series], dict[str, Series]]:
+    """Seconds, and CPU seconds of this process, by row and round, after one round that warms up.
+
+    `ready(name)` runs before each act and is not measured, such as a barrier between ranks.
+    """
+    cpu: dict[str, Series] = {name: [] for name in acts}
+
+    def visit(name: str, number: int) -> list[float]:
+        ready(name)
+        start, worked = time.perf_counter(), time.process_time()
+        acts[name]()
+        cpu[name].append([time.process_time() - worked])
+        return [time.perf_counter() - start]
+
+    for name in acts:
+        visit(name, 0)
+        cpu[name].clear()
+    return run(list(acts), rounds, visit), cpu
 
 
 def slowest(ranks: Sequence[Series]) -> Series:
