@@ -117,15 +117,40 @@ inline Work collect(
   return work;
 }
 
+inline std::vector<MarkedSlot> marked(const char* op, const Work& work, const Tensors& changed, const Tensors& masters) {
+  STD_TORCH_CHECK(Queue::memory_is_here, "zero_full::", op, ": changed elements are marked on the CPU only");
+  STD_TORCH_CHECK(work.types.copy != Type::none, "zero_full::", op, ": changed elements are those of copies");
+  STD_TORCH_CHECK(
+      changed.size() == masters.size(), "zero_full::", op, ": ", masters.size(), " masters, but ", changed.size(),
+      " changed");
+  std::vector<MarkedSlot> slots;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    const int64_t bytes = (work.slots[i].numel + 7) / 8;
+    check_memory(changed[i], masters[0], op, "changed");
+    check_type(changed[i], ScalarType::Byte, op, "changed", "uint8");
+    STD_TORCH_CHECK(
+        changed[i].numel() == bytes, "zero_full::", op, ": changed ", i, " has ", changed[i].numel(),
+        " bytes, its master's bits take ", bytes);
+    slots.push_back({work.slots[i], data<uint8_t>(changed[i]), 8 * bytes});
+  }
+  return slots;
+}
+
 inline void adam_step_op(
     Tensors masters, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors steps, Tensors copies, double lr,
-    double beta1, double beta2, double eps, double weight_decay, bool decoupled, double factor, bool bias_correction) {
+    double beta1, double beta2, double eps, double weight_decay, bool decoupled, double factor, bool bias_correction,
+    std::optional<Tensors> changed) {
   if (masters.empty()) return;
   check_list(grads, masters, "adam_step", "grads");
   check_steps(steps, masters, "adam_step");
   const Work work = collect("adam_step", masters, grads, exp_avgs, exp_avg_sqs, steps, copies);
   const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled, bias_correction};
-  adam_step(work.slots.data(), work.slots.size(), work.types, options, queue_of(masters[0]));
+  if (changed) {
+    const std::vector<MarkedSlot> slots = marked("adam_step", work, *changed, masters);
+    adam_step_marking(slots.data(), slots.size(), work.types, options, queue_of(masters[0]));
+  } else {
+    adam_step(work.slots.data(), work.slots.size(), work.types, options, queue_of(masters[0]));
+  }
 }
 
 inline void adam_step_stochastic_op(

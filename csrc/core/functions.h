@@ -8,7 +8,11 @@
 // a copy goes into its master first.
 void adam_step(const Slot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
 
-// The same on bf16 masters without copies. What is kept in bf16 is rounded stochastically: see rounding.h.
+// The same. It also sets the bits of the copies' elements that it changes, or that somebody has written: bit i % 8 of
+// byte i / 8. Other bits stay. On the CPU only.
+void adam_step_marking(const MarkedSlot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
+
+// adam_step on bf16 masters without copies. What is kept in bf16 is rounded stochastically: see rounding.h.
 void adam_step_stochastic(const StochasticSlot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
 
 // `sum`: of the squares of all elements times `factor`. `first`: where the first is that is not finite, counted

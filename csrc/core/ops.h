@@ -19,6 +19,13 @@ struct Slot {
   int64_t numel;
 };
 
+// The same with the bits of its copy's changed elements.
+struct MarkedSlot {
+  Slot slot;
+  uint8_t* changed;
+  int64_t numel;  // of the slot, rounded up to whole bytes of `changed`
+};
+
 // The same with what its stochastic rounding depends on.
 struct StochasticSlot : Slot {
   uint64_t key;    // of the parameter

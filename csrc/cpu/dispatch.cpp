@@ -39,6 +39,10 @@ void adam_step(const Slot* slots, int64_t count, SlotTypes types, const AdamOpti
   PASS_ON(adam_step, slots, count, types, options, s)
 }
 
+void adam_step_marking(const MarkedSlot* slots, int64_t count, SlotTypes types, const AdamOptions& options, Stream s) {
+  PASS_ON(adam_step_marking, slots, count, types, options, s)
+}
+
 void adam_step_stochastic(
     const StochasticSlot* slots, int64_t count, SlotTypes types, const AdamOptions& options, Stream s) {
   PASS_ON(adam_step_stochastic, slots, count, types, options, s)

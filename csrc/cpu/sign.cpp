@@ -4,11 +4,10 @@
 // its last, and byte by byte between.
 #include "../core/sign.h"
 
+#include "bits.h"
 #include "sums.h"
 
 namespace zf::cpu::ZF_ISA {
-
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "eight flags are moved as one number");
 
 static const int64_t GRAIN = 1 << 14;  // elements, whole bytes: what is added up at once, by one thread
 static const int64_t RUN = 512;        // elements, whole bytes: what is in work at once
@@ -99,13 +98,6 @@ static void set_scales(const double* sums, Cuts cuts, bool l1, float* scales) {
 int64_t sign_workspace(int64_t numel, int64_t pieces) { return (numel + GRAIN - 1) / GRAIN + pieces; }
 
 // Packing -----------------------------------------------------------------------------------------
-
-// Eight bytes of 0 or 1 become the bits of one: the multiplication moves byte k to bit 56 + k.
-static uint8_t gather_bits(const uint8_t* flags) {
-  uint64_t all;
-  memcpy(&all, flags, sizeof all);
-  return uint8_t(all * 0x0102040810204080u >> 56);
-}
 
 template <class Wanted>
 static void pack_bits(Wanted wanted, float* error, int64_t low, int64_t high, float scale, uint8_t* packed) {

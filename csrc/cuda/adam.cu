@@ -73,4 +73,8 @@ void adam_step(const Slot* slots, int64_t count, SlotTypes types, const AdamOpti
   });
 }
 
+void adam_step_marking(const MarkedSlot*, int64_t, SlotTypes, const AdamOptions&, Stream) {
+  throw std::runtime_error("zero_full: adam_step marks changed elements on the CPU only");
+}
+
 }  // namespace zf::cuda

@@ -135,6 +135,74 @@ def after_a_step_of_nothing(before: Lists) -> list[Tensor]:
     return mine.masters
 
 
+def marked(before: Lists, step: Any, changed: list[Tensor], **options: Any) -> list[Tensor]:
+    """What the step has written, and the bits."""
+    mine, bytes_ = before.clone(), [each.clone() for each in changed]
+    step(*mine, **{**OPTIONS, **options}, changed=bytes_)
+    return [*mine.written(), *bytes_]
+
+
+@pytest.mark.parametrize("copy", [BF16, FP16])
+@pytest.mark.parametrize("size", SIZES)
+def test_changed_elements_are_marked(size: int, copy: torch.dtype) -> None:
+    """Those that the step or somebody else has changed, zeros with a sign and NaN included; bits stay set."""
+    sizes = [size, 3, 70_001, size]
+    before = lists(sizes, grad=BF16, copy=copy)
+    for master, low, grad in zip(before.masters, before.copies, before.grads, strict=True):
+        low.copy_(master)
+        grad[::3] = 0
+        low[1:12:2] = torch.tensor([NAN, INF, -0.0, 1.0, 0.0, 3.0], dtype=copy)[: len(low[1:12:2])]
+    options = {"lr": 1e-4, "weight_decay": 0.0}
+    changed = [torch.zeros(-(-numel // 8), dtype=torch.uint8) for numel in sizes]
+    for one in changed:
+        one[len(one) // 2 :] = 16
+    found = same_everywhere(lambda: marked(before, ops().adam_step, changed, **options))
+    plain = before.clone()
+    ops().adam_step(*plain, **{**OPTIONS, **options})
+    for mine, other in zip(found, plain.written(), strict=False):
+        assert torch.equal(bits(mine), bits(other))
+    for number, numel in enumerate(sizes):
+        was, low = before.copies[number], plain.copies[number]
+        rounded = before.masters[number].to(copy)
+        want = (bits(was).view(-1, 2) != bits(low).view(-1, 2)).any(1)
+        want |= (bits(was).view(-1, 2) != bits(rounded).view(-1, 2)).any(1)
+        mine = found[number - len(sizes)]
+        flags = (mine[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1).bool()
+        assert len(mine) < 2 or flags[:numel].any()
+        assert not want.all() or numel < 12
+        kept = torch.arange(len(flags)) // 8 >= len(mine) // 2
+        kept &= torch.arange(len(flags)) % 8 == 4
+        assert torch.equal(flags, torch.cat([want, want.new_zeros(-numel % 8)]) | kept)
+
+
+@pytest.mark.parametrize("copy", [BF16, FP16])
+def test_the_reference_marks_the_same(copy: torch.dtype) -> None:
+    before = lists([1003, 5], copy=copy)
+    for master, low in zip(before.masters, before.copies, strict=True):
+        low.copy_(master)
+        low[3] = -7
+    changed = [torch.zeros(size, dtype=torch.uint8) for size in (126, 1)]
+    mine, want = (marked(before, each.adam_step, changed, lr=1e-3) for each in (ops(), reference))
+    assert all(torch.equal(one, other) for one, other in zip(mine[-2:], want[-2:], strict=True))
+    assert sum(int(each.count_nonzero()) for each in mine[-2:]) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "changed", "complaint"),
+    [
+        ({}, [torch.zeros(1, dtype=torch.uint8)], "2 masters, but 1 changed"),
+        ({}, [torch.zeros(2, dtype=torch.uint8)] * 2, "changed 0 has 2 bytes, its master's bits take 1"),
+        ({}, [torch.zeros(1, dtype=torch.int8)] * 2, "changed must be uint8"),
+        ({"copies": []}, [torch.zeros(1, dtype=torch.uint8)] * 2, "changed elements are those of copies"),
+    ],
+)
+def test_marks_that_do_not_fit_are_refused(
+    changes: dict[str, Any], changed: list[Tensor], complaint: str
+) -> None:
+    with pytest.raises(RuntimeError, match=complaint):
+        ops().adam_step(*wrong(**changes), **OPTIONS, changed=changed)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_ten_steps_are_those_of_torch(decoupled: bool) -> None:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -181,3 +249,5 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:
     ops()
     torch.library.opcheck(torch.ops.zero_full.adam_step, tuple(lists([9, 17])), OPTIONS)
+    changed = {"changed": [torch.zeros(size, dtype=torch.uint8) for size in (2, 3)]}
+    torch.library.opcheck(torch.ops.zero_full.adam_step, tuple(lists([9, 17])), {**OPTIONS, **changed})

@@ -17,6 +17,7 @@ from tests.zero_full.generation_runs import (
     same_bits,
     train_step,
 )
+from zero_full.kernels.load import compiled_for
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.shard.group import changed_elements, checksum
 from zero_full.shard.group.changed_elements import CHUNK, ChangedElements
@@ -314,16 +315,104 @@ def test_bits_of_changed_elements() -> None:
     assert indices(8, 16) == [0, 5] and int(changes.count(8, 13)) == 1
     changes.keep(None)
     changes.compare(new, new.clone())  # NaN equals itself
+    changes.note_sums(new)
+    changes.look(new)
+    finite = new.nan_to_num()
+    changes.look_for_writes(finite, finite.float())
     assert indices(0, numel) == places and not changes.written
     changes.look(torch.where(new == 5, old, new))  # not as the step has left it
     assert int(changes.count(0, numel)) == numel and changes.written
     changes.clear(new)
+    changes.look_for_writes(torch.where(finite == 0, old, finite), finite.float())  # 0.0 is not -0.0
+    assert int(changes.count(0, numel)) == numel and changes.written
+    changes.clear(new)
     changes.compare(None, new)  # a step whose old values were not kept
     assert int(changes.count(0, numel)) == numel and not changes.written
+    changes.clear(new)
+    changes.is_marked = True
+    changes.bits_of(CHUNK, 9)[:] = 3
+    changes.compare(None, new)  # a step that has set the bits itself
+    assert indices(0, numel) == [CHUNK, CHUNK + 1, CHUNK + 8, CHUNK + 9]
     changes.clear(wide := new.float())
     changes.keep(wide)
     changes.compare(None, torch.where(wide == 3, wide + 1e-4, wide).where(wide != 4, 4.25))  # 3 rounds to 3
     assert indices(0, numel) == [CHUNK]
+
+
+class Odd(nn.Module):
+    """Parameters of odd sizes, all zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(size) for size in ((1,), (7,), (3, 5), (13,), (11, 11)))
+
+    def forward(self, signs: Tensor) -> Tensor:
+        """A loss whose gradient is positive in each fifth element, else negative."""
+        flat = torch.cat([param.view(-1) for param in self.params])
+        return (flat.float() * signs.repeat(flat.numel())[: flat.numel()]).sum()
+
+
+def unusual_values(comm: Any, stage: int) -> None:
+    """A server has every bit of zeros with a sign, NaN and inf, and gets nothing for a skipped step."""
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-8, "weight_decay": 0.0}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, server = zero_full.initialize(model=Odd(), config=made)[0], Server()
+    signs = torch.tensor([1.0, -1, -1, -1, -1])
+
+    def push() -> int:
+        server.update(engine.weights(delta=True))
+        assert server.differs_from(engine.module_state_dict()) == []
+        return server.received
+
+    def step(factor: float = 1.0) -> None:
+        engine.backward(engine(signs * factor))
+        engine.step()
+
+    push()
+    step()  # masters of 2e-8 and -2e-8: in fp16 0.0 and -0.0
+    assert push() == 2 + 6 * 31  # the parameter of one element comes whole
+    zeros = torch.cat([value.view(-1) for value in server.tensors.values()])
+    assert not zeros.any() and int(zeros.signbit().sum()) == 32  # each fifth of 157
+    step(float("inf"))
+    assert engine.optimizer.overflow and push() == 0
+    bad = [engine.module.params[2], engine.module.params[4]]
+    with zero_full.GatheredParameters(bad, modifier_rank=0):
+        for param in bad if comm.rank == 0 else ():
+            param.data.view(-1)[3:6] = torch.tensor([float("nan"), -float("inf"), -0.0])
+    push()
+    for _ in range(3):
+        step()
+        push()
+    if stage < 3:
+        bad[0].data.view(-1)[9] = float("nan")  # then a step, which finds it
+        step()
+        assert push() > 0 and server.tensors["params.2"].isnan().sum() >= 2
+    engine.destroy()
+
+
+def test_zeros_with_a_sign_nan_and_skipped_steps_with_odd_sizes() -> None:
+    run_each(unusual_values, 3, [(1,), (3,)])
+
+
+def way_of_a_step(comm: Any, precision: str, keys: Mapping[str, Any], marks: bool) -> None:
+    engine = engine_of(1, precision, **keys)
+    list(engine.weights(delta=True))
+    with mock.patch.object(ChangedElements, "_add") as compares:
+        train_step(engine, 0, comm.rank)
+    assert compares.called != (marks and compiled_for(torch.device("cpu")))
+    assert sum(int(found[2].numel()) for found in engine.weights(delta=True)) > 0 or not marks
+    engine.destroy()
+
+
+def test_adam_marks_what_it_changes_and_other_rules_are_compared() -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
+    cases: list[Any] = [("bf16", {}, True), ("fp16", {}, True), ("fp32", {}, False)]
+    run_each(way_of_a_step, 2, [*cases, ("bf16", sgd, False), ("bf16", MASTERS_16, False)])
 
 
 def untouched(comm: Any) -> None:

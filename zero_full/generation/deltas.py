@@ -106,8 +106,7 @@ class Deltas:
                 if source.flat not in self.masters:
                     sums[source.flat.name] = column_sums(source.flat.shard)
             for master in self.masters.values():
-                assert master.changes is not None
-                master.changes.clear(master.observed(master.changes.dtype))
+                master.clear_changes()
         self.sums |= sums
         self.is_first = False
 
@@ -196,10 +195,7 @@ class Deltas:
     def _look(self, flat: FlatParameters) -> ChangedElements | None:
         """Return the changes of a flat buffer, with those between steps; None if no step changes it."""
         master = self.masters.get(flat)
-        if master is None or master.changes is None:
-            return None
-        master.changes.look(master.observed(master.changes.dtype))
-        return master.changes
+        return None if master is None else master.changes_until_now()
 
     def _tell(self, flats: list[FlatParameters], rows: list[list[int]], first: int) -> None:
         """Log which parameters are handed over whole, because they were written between steps."""

@@ -20,7 +20,8 @@ SCHEMAS = {
     "adam_step": (
         "(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
         "Tensor[] steps, Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, "
-        "float weight_decay, bool decoupled, float factor, bool bias_correction=True) -> ()"
+        "float weight_decay, bool decoupled, float factor, bool bias_correction=True, "
+        "*, Tensor(e!)[]? changed=None) -> ()"
     ),
     "adam_step_stochastic": (
         "(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -69,4 +70,4 @@ FAKES: dict[str, Fake] = {
 for name, schema in SCHEMAS.items():
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zero_full::{name}", FAKES.get(name, lambda *_: None), lib=LIBRARY)
+    torch.library.register_fake(f"zero_full::{name}", FAKES.get(name, lambda *_, **__: None), lib=LIBRARY)

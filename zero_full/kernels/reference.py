@@ -30,6 +30,7 @@ def adam_step(
     steps: Sequence[Tensor],
     copies: Sequence[Tensor],
     *options: Any,
+    changed: Sequence[Tensor] | None = None,
     **named_options: Any,
 ) -> None:
     """Take a step of Adam, with the options of `Adam`; masters are copied to `copies`, if given.
@@ -37,15 +38,25 @@ def adam_step(
     An element of a copy that is not its rounded master was written by the user: the master adopts it first.
     `steps` are the numbers of this step, from 1. Computation is in fp32, and in fp64 for fp64 masters, which
     no compiled operator takes.
+
+    `changed`: for each copy uint8, with a bit for each element, the lowest bit first. The bits of elements
+    that this step or the user has changed are set; the others stay. A compiled operator does it on a CPU.
     """
     adam = Adam(*options, **named_options)
     for i, master in enumerate(masters):
         p = master if not copies else with_user_writes(master, copies[i])
+        if changed is not None:
+            old, rounded = copies[i].clone().view(torch.int16), master.to(copies[i].dtype).view(torch.int16)
         moved = adam.step(p, grads[i], exp_avgs[i], exp_avg_sqs[i], steps[i])
         for target, value in zip((master, exp_avgs[i], exp_avg_sqs[i]), moved, strict=True):
             target.copy_(value)
         if copies:
             copies[i].copy_(moved[0])
+        if changed is not None:
+            flags = (old != rounded) | (old != copies[i].view(torch.int16))
+            padded = torch.nn.functional.pad(flags.view(-1), (0, -flags.numel() % 8)).view(-1, 8)
+            places = torch.arange(8, device=flags.device, dtype=torch.uint8)
+            changed[i].bitwise_or_((padded.to(torch.uint8) << places).sum(1, dtype=torch.uint8))
 
 
 class Adam(NamedTuple):

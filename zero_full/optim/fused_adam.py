@@ -126,7 +126,7 @@ def warn_if_second_moments_stall(base: Optimizer, dtypes: Dtypes) -> None:
 class FusedAdamStep(Stepper):
     """Steps pieces by the fused operator, instead of by the `step` of a torch Adam or AdamW."""
 
-    fuses = adopts = is_alone = True
+    fuses = adopts = marks_changes = is_alone = True
     takes_parts: bool = True
     ranks_differ: bool = False
 
@@ -226,7 +226,8 @@ def fused_step(
     these.
     """
     masters, gradients, averages, squares = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    steps, copies, keys, places = list[Tensor](), list[Tensor](), list[int](), list[int]()
+    steps, copies, changed = list[Tensor](), list[Tensor](), list[Tensor]()
+    keys, places = list[int](), list[int]()
     for piece, state in zip(pieces, moments_of(pieces, moments), strict=True):
         assert piece.gradient is not None
         masters.append(piece.master)
@@ -236,6 +237,8 @@ def fused_step(
         steps.append(state["step"])
         if piece.copy is not None:
             copies.append(piece.copy)
+        if piece.changed is not None:
+            changed.append(piece.changed)
         if rounding_keys is not None:
             keys.append(rounding_keys.key(piece.name))
             places.append(piece.param_range[0])
@@ -251,4 +254,5 @@ def fused_step(
         group.get("decoupled_weight_decay", False),
         factor,
         group.get("bias_correction", True),
+        **({"changed": changed} if changed else {}),
     )

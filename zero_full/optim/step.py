@@ -66,6 +66,7 @@ class Piece:
     master: Tensor  # the values that are updated
     gradient: Tensor | None = None  # averaged; set during a step only
     copy: Tensor | None = None  # the parameter's elements, if their dtype is not the master's; in a step only
+    changed: Tensor | None = None  # bits of the copy's elements, to set those that change; in a step only
     state: dict[str, Any] = field(default_factory=dict)  # the optimizer's state of the piece
 
     @property
@@ -185,6 +186,9 @@ class Stepper:
     # True: an element of a copy that is not its rounded master was written by the user, and `step` lets it
     # replace the master's. False: the masters have what the user wrote already.
     adopts = False
+    # True: on a CPU `step` sets the bits of the copies' elements that it or the user has changed, if a piece
+    # has `changed`. See `adam_step` in `kernels/reference.py`.
+    marks_changes = False
     # True: `step` calls no peers, needs no `begin` and `end`, and has no state but the pieces'.
     is_alone = False
     # True: a parameter that has state and gets no gradient is stepped as if its gradient were zero.
@@ -361,7 +365,7 @@ def by_kind(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
         master, gradient, copy = piece.master, piece.gradient, piece.copy
         of_gradient = None if gradient is None else gradient.dtype
         of_copy = None if copy is None else copy.dtype
-        kind = piece.group, master.device, master.dtype, of_gradient, of_copy
+        kind = piece.group, master.device, master.dtype, of_gradient, of_copy, piece.changed is None
         together.setdefault(kind, []).append(piece)
     return together.values()
 

@@ -1,11 +1,17 @@
 """Which elements of this rank's slice of the parameters steps have changed, as one bit each.
 
-Made only for runs that ask for it, by `engine.weights(delta=True)`. A step keeps the slice's old values while
-it writes the new ones, and compares their bits. An element counts as changed until `clear`, also if a later
-step changes it back.
+Made only for runs that ask for it, by `engine.weights(delta=True)`. An element counts as changed until
+`clear`, also if a later step changes it back. There are two ways of a step:
 
-Between steps user code and loads may write to the slice, too. So the column sums of the slice are noted after
-each step. If they differ before the next step, or when the changes are read, every element counts as changed.
+    marked     the operator writes 16-bit copies of the masters on the CPU, and sets their bits on its way
+               (`adam_step` in `kernels/reference.py`). No copy is kept, and nothing is read again
+    compared   all others: the slice's old values are kept while the step writes the new ones, unless both
+               are in memory anyway, and their bits are compared in a second pass
+
+Between steps user code and loads may write to the slice, too. Where it is a copy of the master, the master
+finds that out anyway (see [Note: writes to parameters] in `master.py`). Where it is the master itself, its
+column sums are noted after each step. If they differ before the next step, or when the changes are read,
+every element counts as changed.
 """
 
 import sys
@@ -31,29 +37,31 @@ class ChangedElements:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.bits = torch.full((numel // 8,), 255, dtype=torch.uint8, device=device)
-        self.sums: Tensor | None = None  # column sums of the slice after the last step; None: not known
+        self.sums: Tensor | None = None  # column sums of the slice after the last step; None: not noted
         self.old: Tensor | None = None  # the rounded values before the running step
         self.is_kept = False  # `keep` was called in this step
+        self.is_marked = False  # the stepper sets the bits in this step
         # Whether user code or a load has written to the slice since `clear`, as a bool on the device.
         self.written = torch.zeros((), dtype=torch.bool, device=device)
+
+    def bits_of(self, start: int, numel: int) -> Tensor:
+        """Return the bytes with the bits of a range that begins at a multiple of 8."""
+        return self.bits[start // 8 : -(-(start + numel) // 8)]
 
     def keep(self, overwritten: Tensor | None) -> None:
         """Keep the slice's values before a step overwrites them in place; None: the step does not."""
         self.is_kept = True
         if overwritten is not None:
-            self.look(overwritten)
             self.old = overwritten.to(self.dtype, copy=True)
 
-    def compare(self, old: Tensor | None, new: Tensor) -> None:
-        """Add the elements that a step has changed. `old`: None if they were kept."""
-        if old is not None:
-            self.look(old)
+    def compare(self, old: Tensor | None, new: Tensor | None) -> None:
+        """Add the elements that a step has changed. `old`: None if they were kept, or the step has marked."""
         kept, self.old = self.old, None
-        if (kept is None and old is None) or not self.is_kept:  # a step on another way: old values are gone
-            self.bits.fill_(255)
-        else:
+        if self.is_kept and new is not None and (kept is not None or old is not None):
             self._add(kept, old, new)
-        self.is_kept, self.sums = False, column_sums(new)
+        elif not self.is_marked:  # a step on another way: old values are gone
+            self.bits.fill_(255)
+        self.is_kept = self.is_marked = False
 
     def _add(self, kept: Tensor | None, old: Tensor | None, new: Tensor) -> None:
         for low in range(0, new.numel(), CHUNK):
@@ -66,13 +74,36 @@ class ChangedElements:
             packed = differ.view(torch.int64) * PACK
             self.bits[low // 8 : low // 8 + packed.numel()] |= packed.view(torch.uint8)[HIGHEST::8]
 
+    def note_sums(self, present: Tensor) -> None:
+        """Note the column sums of the slice after a step, in which user code may write unseen."""
+        self.sums = column_sums(present)
+
     def look(self, present: Tensor) -> None:
         """Count every element as changed if the slice is not as the last step has left it. No host waits."""
         if self.sums is not None:
             sums = column_sums(present)  # of another shape once a frozen parameter is trained
-            differs = (sums != self.sums if sums.shape == self.sums.shape else torch.ones_like(sums)).any()
-            self.written |= differs
-            self.bits |= differs.to(torch.uint8) * 255
+            self._count_all_if(
+                (sums != self.sums if sums.shape == self.sums.shape else torch.ones_like(sums)).any()
+            )
+
+    def look_for_writes(self, slice_: Tensor, master: Tensor) -> None:
+        """Count every element as changed if the slice is not the rounded master. No host waits.
+
+        A slice with NaN may count as written: NaN has many bits, and kernels round it to different ones.
+        """
+        chunks = zip(slice_.split(CHUNK), master.split(CHUNK), strict=True)
+        differ = [differing(written, values.to(written.dtype)).any() for written, values in chunks]
+        if differ:
+            self._count_all_if(torch.stack(differ).any())
+
+    def count_all(self) -> None:
+        """Count every element as changed, because all of them were written between steps."""
+        self.bits.fill_(255)
+        self.written.fill_(True)
+
+    def _count_all_if(self, differs: Tensor) -> None:
+        self.written |= differs.bool()
+        self.bits |= differs.to(torch.uint8) * 255
 
     def indices(self, start: int, stop: int) -> Iterator[Tensor]:
         """Yield the changed elements of a range, ascending, counted from its start, a multiple of 8."""
@@ -91,11 +122,11 @@ class ChangedElements:
         ]
         return torch.stack(parts).sum() if parts else self.bits.new_zeros((), dtype=torch.int64)
 
-    def clear(self, present: Tensor) -> None:
-        """Count no element as changed any more. `present`: the slice."""
+    def clear(self, watched: Tensor | None) -> None:
+        """Count no element as changed any more. `watched`: the slice, if user code may write to it unseen."""
         self.bits.zero_()
         self.written.zero_()
-        self.sums = column_sums(present)
+        self.sums = None if watched is None else column_sums(watched)
 
 
 def _unpacked(bits: Tensor) -> Tensor:

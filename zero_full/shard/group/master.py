@@ -112,14 +112,18 @@ class Master:
     def wake(self) -> None:
         """Make the master of a group that was asleep: see [Note: asleep] in `gradients.py`."""
         self._set_values(self._master_of(self.parameters.shard))
+        if self.changes is not None:
+            self.changes.count_all()
 
     # A step --------------------------------------------------------------------------------------
 
-    def fetch(self, used: Container[Member], fuses: bool, adopts: bool = False) -> list[Piece]:
+    def fetch(
+        self, used: Container[Member], fuses: bool, adopts: bool = False, marks_changes: bool = False
+    ) -> list[Piece]:
         """Return the pieces of the `used` parameters with their gradients, on the device that steps them.
 
         `fuses`: the stepper takes gradients of any dtype. `adopts`: it compares the parameters' rounded
-        copies with their masters itself.
+        copies with their masters itself. `marks_changes`: on a CPU it sets the bits of changed elements.
         """
         parameters = self.parameters
         if fuses and self.gradients.uses_param_grad:
@@ -129,8 +133,7 @@ class Master:
             self.copies = (
                 self.sent if self.copy_threads is not None else parameters.slice.fetch(self.values.device)
             )
-        if self.changes is not None:
-            self.changes.keep(self._overwritten(self.changes))
+        marked = None if self.changes is None else self._begin_changes(self.changes, marks_changes)
         self.adopts = adopts and self.copies is not None
         # With host-device copies writes were adopted before the step, and released parameters have none.
         is_current = self.published is not None or self.adopts or parameters.released_at_rest
@@ -157,6 +160,8 @@ class Master:
                     continue  # cleared by user code
                 piece.gradient = self.tier.fetch(grad)
             piece.copy = None if self.copies is None else parameters.piece_of(self.copies, member)
+            if marked is not None:
+                piece.changed = marked.bits_of(*parameters.place_in_slice(member))
             pieces.append(piece)
         return pieces
 
@@ -172,10 +177,10 @@ class Master:
     def put_away(self) -> None:
         """Copy the new values to this rank's slice of the parameters, after a step."""
         for piece in self.pieces.values():
-            piece.gradient = piece.copy = None
+            piece.gradient = piece.copy = piece.changed = None
         self.parameters.node_copy = None  # it has the old values
         if self.changes is not None:
-            self._compare_with_old(self.changes)
+            self._end_changes(self.changes)
         if self.copy_threads is not None:
             self._send(self.copy_threads)
         elif self.is_separate:
@@ -193,21 +198,47 @@ class Master:
             return self.values
         return self.parameters.shard if self.copy_threads is None else self.sent
 
+    # Changes, for runs that ask for them: see `changed_elements.py` --------------------------------
+
     def note_changes(self, dtype: torch.dtype) -> None:
         """Note from now on which elements change. They are rounded to this dtype to be compared."""
         slice_ = self.observed(dtype)
         self.changes = ChangedElements(slice_.numel(), dtype, slice_.device)
 
-    def _overwritten(self, changes: ChangedElements) -> Tensor | None:
-        """Return the observed slice if the stepper writes it in place; None: `put_away` writes it."""
-        in_place = not self.is_separate or (self.copy_threads is not None and self.sent is self.values)
-        return self.values if in_place or self.hands_over(changes.dtype) else self.copies
+    def changes_until_now(self) -> ChangedElements | None:
+        """Return the changes, those between steps included; None if they are not noted."""
+        if self.changes is not None and self._observes_master(self.changes):
+            self.changes.look(self.values)
+        return self.changes
 
-    def _compare_with_old(self, changes: ChangedElements) -> None:
-        """Compare the observed slice after a step with the one before it, while both are in memory."""
-        new = self._overwritten(changes)
-        if new is not None:
-            changes.compare(None, new)
+    def clear_changes(self) -> None:
+        """Count no element as changed any more."""
+        if self.changes is not None:
+            self.changes.clear(self.values if self._observes_master(self.changes) else None)
+
+    def _observes_master(self, changes: ChangedElements) -> bool:
+        """Whether the observed slice is the master itself, in which user code may write unseen."""
+        in_place = not self.is_separate or (self.copy_threads is not None and self.sent is self.values)
+        return in_place or self.hands_over(changes.dtype)
+
+    def _begin_changes(self, changes: ChangedElements, marks: bool) -> ChangedElements | None:
+        """Return the changes if the stepper marks them itself. Else keep what it overwrites."""
+        observes_master = self._observes_master(changes)
+        if marks and self.copies is not None and self.copies.is_cpu and not observes_master:
+            changes.is_marked = True
+            return changes
+        if observes_master:
+            changes.look(self.values)
+        changes.keep(self.values if observes_master else self.copies)
+        return None
+
+    def _end_changes(self, changes: ChangedElements) -> None:
+        """Compare the observed slice after a step with the one before it, while both are there."""
+        if self._observes_master(changes):
+            changes.compare(None, self.values)
+            changes.note_sums(self.values)
+        elif changes.is_marked or self.copies is not None:
+            changes.compare(None, self.copies)
         else:
             changes.compare(self.observed(changes.dtype), self.values.to(self.parameters.dtype))
 
@@ -286,6 +317,8 @@ class Master:
         if self.published is not None and not bool(self._differs(self.published)):
             return
         copy_threads.fetch(self.sent, self.parameters.shard)
+        if self.changes is not None:
+            self.changes.look_for_writes(self.sent, self.values)
         if self.has_copies and not _rounds_to(self.values, self.sent):
             self.values.copy_(with_user_writes(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
@@ -296,6 +329,8 @@ class Master:
     def _adopt_slice(self) -> None:
         """Copy elements that user code wrote to the slice into the master."""
         slice_, master = self.parameters.shard.to(self.values.device), self.values
+        if self.changes is not None:
+            self.changes.look_for_writes(slice_, master)
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
         elif not _rounds_to(master, slice_):  # elements that were not written keep the master's low bits
@@ -309,6 +344,8 @@ class Master:
 
         `node_copy` is kept. All ranks must drop theirs together, or only some would gather within the node.
         """
+        if self.changes is not None:
+            self.changes.count_all()
         if self.copy_threads is not None:
             self._send(self.copy_threads)
             self.settle()
@@ -370,6 +407,8 @@ class Master:
         if self.is_separate:
             self.parameters.write(self.values, member, value)
             self._note_published()
+        if self.changes is not None:
+            self.changes.count_all()
         self.note_versions()
 
 

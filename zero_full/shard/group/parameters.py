@@ -410,6 +410,11 @@ class FlatParameters:
             forms[index] = shape, contiguous_strides(shape), start
         return forms
 
+    def place_in_slice(self, member: Member) -> tuple[int, int]:
+        """Return the first element in this rank's slice, and the number, of a parameter's fragment."""
+        fragment = self.fragments[member.index]
+        return fragment.flat_range[0] - self.layout.slice_of(self.ranks.rank).start, fragment.numel
+
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's window in a flat tensor of this rank's slice."""
         start = self.layout.slice_of(self.ranks.rank).start

@@ -195,7 +195,7 @@ class Steppers:
             rest = [group for group in part if not early.commit(group, stepper, used, factor)]
         pieces: list[Piece] = []
         for group in rest:
-            pieces += group.master.fetch(used, stepper.fuses, stepper.adopts)
+            pieces += group.master.fetch(used, stepper.fuses, stepper.adopts, stepper.marks_changes)
         state = self.optimizer.state
         for piece in pieces:
             piece.state = state[piece.master]
