@@ -17,6 +17,7 @@ from tests.zero_full.generation_runs import (
     same_bits,
     train_step,
 )
+from zero_full.errors import DesyncError
 from zero_full.kernels.load import compiled_for
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.shard.group import changed_elements, checksum
@@ -413,6 +414,77 @@ def test_adam_marks_what_it_changes_and_other_rules_are_compared() -> None:
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
     cases: list[Any] = [("bf16", {}, True), ("fp16", {}, True), ("fp32", {}, False)]
     run_each(way_of_a_step, 2, [*cases, ("bf16", sgd, False), ("bf16", MASTERS_16, False)])
+
+
+def two_receivers(comm: Any) -> None:
+    """Receivers that pass the version that they have miss nothing, and two iterators at once are an error."""
+    engine, servers, has = engine_of(3, "bf16"), [Server(), Server()], [0, 0]
+
+    def push(number: int) -> int:
+        weights = engine.weights(delta=True, since=has[number])
+        assert weights.base in (0, has[number])
+        servers[number].update(weights)
+        has[number] = weights.version
+        assert servers[number].differs_from(engine.module_state_dict()) == []
+        return servers[number].received
+
+    whole = push(0)
+    for step, number in enumerate((0, 0, 1, 1, 0, 1, 0)):
+        train_step(engine, step, comm.rank)
+        size = push(number)
+        assert (size == whole) == (step in (2, 4, 5, 6))  # the other one was served in between
+    servers[1].update(engine.weights(delta=True, since=0))  # it has been restarted
+    assert servers[1].received == whole
+    plain = engine.weights(delta=True)  # without `since` the base tells of the second receiver
+    assert plain.base != has[0] and plain.version == plain.base + 1
+    train_step(engine, 8, comm.rank)
+    one, other = engine.weights(delta=True), engine.weights(delta=True)
+    next(one)
+    next(other)
+    with pytest.raises(RuntimeError, match=r"another iterator .* was begun before this one was at its end"):
+        list(one)
+    made = engine.weights(delta=True)
+    assert len(list(engine.weights(delta=True))) > 1  # both left early: nothing was handed over
+    for late in (made, other, plain):
+        with pytest.raises(RuntimeError, match=r"another iterator .* (was iterated after|was begun before)"):
+            list(late)
+    fresh = engine.weights(delta=True)
+    engine.weights(delta=True, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="another iterator"):
+        list(fresh)
+    for call in ({"since": 1}, {"since": -1, "delta": True}):
+        with pytest.raises(ValueError, match="must be a version of delta=True"):
+            engine.weights(**call)
+    engine.destroy()
+
+
+def ranks_differ(comm: Any) -> None:
+    engine = engine_of(1, "bf16")
+    list(engine.weights(delta=True))
+    with pytest.raises(DesyncError, match="since version 1"):
+        list(engine.weights(delta=True, since=comm.rank))
+    engine.destroy()
+
+
+def test_two_receivers_get_everything_or_an_error() -> None:
+    POOL.run(two_receivers, 2)
+    POOL.run(ranks_differ, 2)
+
+
+def asked_again(comm: Any) -> None:
+    engine = engine_of(1, "bf16")
+    with mock.patch("zero_full.generation.deltas.log") as log:
+        for _ in range(2):
+            train_step(engine, 0, comm.rank)
+            list(engine.weights(delta=True))
+        assert not log.warning.called
+        list(engine.weights(delta=True))  # as a second receiver would
+    assert log.warning.called == (comm.rank == 0)
+    engine.destroy()
+
+
+def test_a_call_without_a_step_in_between_warns() -> None:
+    POOL.run(asked_again, 2)
 
 
 def untouched(comm: Any) -> None:

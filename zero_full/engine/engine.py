@@ -615,17 +615,22 @@ class Engine(DeepSpeedQueries):
         delta: bool = False,
         dtype: torch.dtype | None = None,
         merge_adapters: bool = False,
+        since: int | None = None,
     ) -> "WeightIterator":
         """Return an iterator over (name, whole tensor), for an inference server. Every rank must iterate.
 
         bucket_bytes    additional memory, at most; a larger tensor is a bucket by itself
         delta           yield (name, indices, values) of what has changed since the last such call with the
                         same `dtype` and `merge_adapters`: indices are int32 in the flattened tensor; None:
-                        the whole tensor, as in the first call
+                        the whole tensor, as in the first call. The iterator's `base` is the version that
+                        the receiver must have for that (0: none), and its `version` the new one
         dtype           convert floating-point tensors to it, from the fp32 master weights if the run has
                         them; None: the dtype of training
         merge_adapters  hand over base weights with PEFT's active LoRA adapters merged, by the names of the
                         model without adapters. At stage 3 this gathers one layer's units in addition
+        since           with `delta`: the version that the receiver has; 0: none. If that was not the last
+                        call's, everything is handed over. So receivers that pass it cannot miss changes.
+                        None: there is one receiver, and it has got the last call's
 
         Names are those of the module's state dict, and tied tensors appear once. Every rank gets every
         tensor. A tensor from a bucket stays valid while it is referenced, and its bucket's memory with it. A
@@ -634,12 +639,12 @@ class Engine(DeepSpeedQueries):
         """
         from zero_full.generation.weights import check_options, weights_of  # only runs that ask for it
 
-        check_options(bucket_bytes, dtype)
+        check_options(bucket_bytes, dtype, delta, since)
         if delta:
             from zero_full.generation.deltas import Deltas
 
-            if self._deltas is None or not self._deltas.fits(dtype, merge_adapters):
-                self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters)
+            if self._deltas is None or not self._deltas.fits(dtype, merge_adapters, since):
+                self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters, self._deltas)
             return self._deltas.weights(bucket_bytes)
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 

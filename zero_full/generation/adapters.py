@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
+Bases = list[tuple[Any, dict[str, str]]]  # layers with adapters and their names: see `renaming`
 METHODS = ("merge", "unmerge", "get_base_layer")  # of PEFT's BaseTunerLayer
 
 
@@ -34,9 +35,9 @@ def adapter_layers(module: nn.Module) -> list[tuple[str, Any]]:
 def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator[None]:
     """Merge active adapters into their base weights within the context. These must be whole on this rank.
 
-    Adapters that are merged already stay merged.
+    Adapters that are merged already stay merged. Disabled adapters (PEFT's `disable_adapter`) are left out.
     """
-    layers = [layer for layer in layers if not layer.merged_adapters]
+    layers = [layer for layer in layers if not layer.merged_adapters and not _is_disabled(layer)]
     bases = dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters())
     dropped, kept = _split(bases, optimizer)
     try:
@@ -75,14 +76,29 @@ def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], list[tuple[Any, dict[str, str]]]]:
+def _is_disabled(layer: Any) -> bool:
+    return bool(getattr(layer, "disable_adapters", False))
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the adapters that a forward of the layer uses."""
+    active = [] if _is_disabled(layer) else getattr(layer, "active_adapters", ["default"])
+    return [active] if isinstance(active, str) else [*active]
+
+
+def active_adapters(bases: Bases) -> list[str]:
+    """Return the names of the adapters that are merged in any of these layers."""
+    return sorted({name for layer, _ in bases for name in _active(layer)})
+
+
+def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], Bases]:
     """Return the names of a model whose adapters are merged.
 
     First a function from names in the module's state dict to names in the model without adapters. It returns
     None for adapters, and for the base weights that they change. Then the layers of these, each with its base
     weights: name in the layer's base, and in the model without adapters.
     """
-    bases, prefixes, copies = list[tuple[Any, dict[str, str]]](), list[str](), dict[str, str | None]()
+    bases, prefixes, copies = Bases(), list[str](), dict[str, str | None]()
     for name, layer in adapter_layers(module):
         base = layer.get_base_layer()
         place = next(inner for inner, each in layer.named_modules() if each is base)
@@ -91,10 +107,10 @@ def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], list[tuple
         prefixes.append(f"{name}.")
     for name, each in module.named_modules():  # PEFT's modules_to_save: trained copies of whole modules
         if hasattr(each, "modules_to_save") and hasattr(each, "original_module"):
-            copies[f"{name}.original_module."] = None
-            active = getattr(each, "active_adapters", None) or ["default"]
+            used = next((key for key in _active(each) if key in each.modules_to_save), None)
+            copies[f"{name}.original_module."] = f"{name}." if used is None else None
             for key in each.modules_to_save:
-                copies[f"{name}.modules_to_save.{key}."] = f"{name}." if key == active[0] else None
+                copies[f"{name}.modules_to_save.{key}."] = f"{name}." if key == used else None
 
     def rename(name: str) -> str | None:
         if any(name.startswith(prefix) for prefix in prefixes):

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
+from zero_full.generation.adapters import Bases, active_adapters
 from zero_full.generation.buckets import BucketPart, FlatSource, SparseTensor, in_buckets, runs_of, whole
 from zero_full.generation.weights import (
-    Bases,
     WeightIterator,
     assemble,
     base_weights,
@@ -46,14 +46,27 @@ from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
+ANOTHER = (
+    "another iterator of engine.weights(delta=True) {}. Make one, and iterate it to its end, before the "
+    "next. If there are two receivers, send both what one iterator yields, or pass `since`"
+)
 LONGEST = 2**31 - 1  # elements that an int32 index reaches
 
 
 class Deltas:
-    """The changes of an engine's parameters since they were handed over. Steps note them from now on."""
+    """The changes of an engine's parameters since they were handed over. Steps note them from now on.
+
+    Hand-overs are numbered, equally on all ranks. An iterator's `base` is the version that its receiver must
+    have, and `version` the one that it has afterwards.
+    """
 
     def __init__(
-        self, module: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None, merge_adapters: bool
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer,
+        dtype: torch.dtype | None,
+        merge_adapters: bool,
+        previous: "Deltas | None" = None,
     ) -> None:
         if optimizer.contents.has_dtensors:
             raise ValueError(
@@ -62,61 +75,133 @@ class Deltas:
             )
         self.module, self.optimizer, self.dtype = module, optimizer, dtype
         self.merge_adapters = merge_adapters
-        rename, _ = base_weights(module, optimizer, merge_adapters)
-        wanted_flats = {source.flat for source in sources_of(module, optimizer, dtype, rename)[0]}
+        self.number: int = 0 if previous is None else previous.number  # of this engine's last hand-over
+        self.base = 0  # the hand-over from which changes count; 0: nothing has been handed over
+        self.running: object = None  # the hand-over that has begun last
+        if previous is not None:  # its iterators raise
+            previous.base, previous.running = -1, None
+        sources = self._sources()[0]
+        self.params = params_of(sources)
+        wanted_flats = {source.flat for source in sources}
         self.masters = {
             group.parameters: group.master for group in optimizer.trained if group.parameters in wanted_flats
         }
-        self.is_first = True  # nothing has been handed over yet
         for group in optimizer.trained:  # without those of an earlier object
             group.master.changes = None
         for master in self.masters.values():
             master.note_changes(wanted(master.parameters.dtype, dtype))
         self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
         self.adapters: dict[str, list[Tensor]] = {}  # adapters of layers when handed over, by name
+        self.changes = -1  # the optimizer's `changes` at the last hand-over
 
-    def fits(self, dtype: torch.dtype | None, merge_adapters: bool) -> bool:
+    def fits(self, dtype: torch.dtype | None, merge_adapters: bool, since: int | None) -> bool:
         """Return whether these deltas belong to a call with these options."""
-        return (self.dtype, self.merge_adapters) == (dtype, merge_adapters)
+        if (self.dtype, self.merge_adapters) != (dtype, merge_adapters):
+            return False
+        if since is not None and since != self.base:
+            if this_rank() == 0 and since:
+                log.info(
+                    "engine.weights(delta=True, since=%d): changes are noted since version %d, so everything "
+                    "is handed over",
+                    since,
+                    self.base,
+                )
+            return False
+        return params_of(self._sources()[0]) == self.params  # PEFT's `set_adapter` gives names to others
+
+    def _sources(self) -> tuple[list[FlatSource], Mapping[str, Tensor], Bases]:
+        rename, bases = base_weights(self.module, self.optimizer, self.merge_adapters)
+        return *sources_of(self.module, self.optimizer, self.dtype, rename), bases
 
     def weights(self, bucket_bytes: int) -> WeightIterator:
         """Return the iterator of `engine.weights(delta=True)`."""
-        rename, bases = base_weights(self.module, self.optimizer, self.merge_adapters)
-        sources, others = sources_of(self.module, self.optimizer, self.dtype, rename)
+        sources, others, bases = self._sources()
         options = f"delta=True, dtype={self.dtype}, merge_adapters={self.merge_adapters}"
-        call = f"engine.weights(bucket_bytes={bucket_bytes}, {options})"
-        items = chain(self._changed(sources, others, bucket_bytes, call), self._merged(bases, call))
-        return WeightIterator(described(sources, others, self.dtype, bases), items)
+        if bases:
+            options += f", with adapters {active_adapters(bases)}"
+        call = f"engine.weights(bucket_bytes={bucket_bytes}, {options}) since version {self.base}"
+        items = self._hand_over(sources, others, bases, bucket_bytes, call, self.base)
+        tensors = described(sources, others, self.dtype, bases)
+        return WeightIterator(tensors, items, self.base, self.number + 1)
+
+    def _hand_over(
+        self,
+        sources: list[FlatSource],
+        others: Mapping[str, Tensor],
+        bases: Bases,
+        bucket_bytes: int,
+        call: str,
+        base: int,
+    ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+        """Yield (name, indices or None, values). Changes are handed over once the caller reaches the end.
+
+        Iterators take turns: of two at once, the second one's receiver would lack what the first one's gets.
+        """
+        if base != self.base:
+            problem = ANOTHER.format("was iterated after this one was made")
+            self.optimizer.announce_call(f"{call}, which raised: {problem}")
+            raise RuntimeError(f"{call}: {problem}")
+        sums, adapters = dict[str, Tensor](), dict[str, list[Tensor]]()
+        items = chain(
+            self._changed(sources, others, bucket_bytes, call, sums),
+            self._merged(bases, call, sums, adapters),
+        )
+        self.running = mine = object()
+        is_empty = True
+        for item in items:
+            yield item
+            is_empty = False
+            if self.running is not mine:
+                problem = ANOTHER.format("was begun before this one was at its end")
+                raise RuntimeError(f"{call}: {problem}")
+        with torch.no_grad():
+            for master in self.masters.values():
+                master.clear_changes()
+        if is_empty and self.changes == self.optimizer.changes and this_rank() == 0:
+            log.warning(
+                "engine.weights(delta=True) hands over nothing: there was no step since version %d was "
+                "handed over. If this is a second receiver, pass `since`, the version that it has",
+                self.base,
+            )
+        self.sums |= sums
+        self.adapters = adapters
+        self.number += 1
+        self.base, self.changes, self.running = self.number, self.optimizer.changes, None
 
     def _changed(
-        self, sources: list[FlatSource], others: Mapping[str, Tensor], bucket_bytes: int, call: str
+        self,
+        sources: list[FlatSource],
+        others: Mapping[str, Tensor],
+        bucket_bytes: int,
+        call: str,
+        sums: dict[str, Tensor],
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """Yield (name, indices or None, values). Changes are handed over once the caller reaches the end."""
+        """Yield the changes of tensors that are handed over as they are. Adds to `sums`."""
         begin(self.optimizer, call)
         with torch.no_grad():
             counts = self._counts(sources)
             parts = [part for source in sources for part in self._parts(source, counts, bucket_bytes)]
-            sums = {name: column_sums(tensor.contiguous()) for name, tensor in others.items()}
+            sums |= {name: column_sums(tensor.contiguous()) for name, tensor in others.items()}
+            sums |= {
+                source.flat.name: column_sums(source.flat.shard)
+                for source in sources
+                if source.flat not in self.masters
+            }
         for name, tensor in others.items():
             if not self._is_known(name, sums[name]):
                 parts.append(present(self.optimizer, name, tensor, self.dtype))
         yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
-        with torch.no_grad():
-            for source in sources:
-                if source.flat not in self.masters:
-                    sums[source.flat.name] = column_sums(source.flat.shard)
-            for master in self.masters.values():
-                master.clear_changes()
-        self.sums |= sums
-        self.is_first = False
 
-    def _merged(self, bases: Bases, call: str) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    def _merged(
+        self, bases: Bases, call: str, sums: dict[str, Tensor], adapters: dict[str, list[Tensor]]
+    ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """Yield the changed elements of base weights with their adapters merged, layer by layer.
 
         The merged weights of the last call are computed once more, from the adapters as they were. Sums tell
-        whether they are those that were handed over: not if the base was written, or an adapter was scaled.
+        whether they are those that were handed over: not if the base was written, an adapter was scaled, or
+        other adapters were active. Adds to `sums` and `adapters`.
         """
-        changes, sums, adapters = self.optimizer.changes, dict[str, Tensor](), dict[str, list[Tensor]]()
+        changes = self.optimizer.changes
         for number, (layer, names) in enumerate(bases):
             check_no_step(self.optimizer, changes, call)
             key = next(iter(names.values()))
@@ -142,8 +227,6 @@ class Deltas:
             del new, old
             while items:
                 yield items.pop(0)
-        self.sums |= sums
-        self.adapters = adapters
 
     def _differences(
         self, name: str, old: Tensor | None, new: Tensor
@@ -201,7 +284,7 @@ class Deltas:
         """Log which parameters are handed over whole, because they were written between steps."""
         places = range(first, first + len(flats))
         names = [flat.name for flat, at in zip(flats, places, strict=True) if any(row[at] for row in rows)]
-        if this_rank() == 0 and names and not self.is_first:
+        if this_rank() == 0 and names and self.base:
             log.info(
                 "engine.weights(delta=True): %s were written between steps (a load, or user code), so they "
                 "are handed over whole",
@@ -230,6 +313,11 @@ class Deltas:
                 yield SparseTensor.of(source, member, changes, counts[flat, member.index])
             else:
                 yield whole(source, member)
+
+
+def params_of(sources: Sequence[FlatSource]) -> dict[str, int]:
+    """Return the identity of the parameter that each name stands for."""
+    return {name: id(member.param) for source in sources for member, name in source.names.items()}
 
 
 def is_smaller(changed: int, numel: int, size: int) -> bool:

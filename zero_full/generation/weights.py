@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.weights import select
 from zero_full.comm.communicator import Communicator
-from zero_full.generation.adapters import merged_adapters, renaming
+from zero_full.generation.adapters import Bases, active_adapters, merged_adapters, renaming
 from zero_full.generation.buckets import (
     BucketPart,
     FlatSource,
@@ -40,15 +40,21 @@ class WeightIterator(Iterator[tuple[Any, ...]]):
     """Iterator over (name, whole tensor), or with `delta` over (name, indices, values). Every rank iterates.
 
     names, dtypes, shapes   of all tensors, in the order of the iteration, known before it begins
+    base                    with `delta`: the version that the receiver must have; 0: everything comes
+    version                 with `delta`: the version that the receiver has afterwards
     """
 
     def __init__(
-        self, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], items: Iterator[tuple[Any, ...]]
+        self,
+        tensors: Mapping[str, tuple[torch.dtype, torch.Size]],
+        items: Iterator[tuple[Any, ...]],
+        base: int = 0,
+        version: int = 0,
     ) -> None:
         self.names = list(tensors)
         self.dtypes = [dtype for dtype, _ in tensors.values()]
         self.shapes = [shape for _, shape in tensors.values()]
-        self._items = items
+        self.base, self.version, self._items = base, version, items
 
     def __next__(self) -> tuple[Any, ...]:
         return next(self._items)
@@ -65,12 +71,11 @@ def weights_of(
     rename, bases = base_weights(module, optimizer, merge_adapters)
     sources, others = sources_of(module, optimizer, dtype, rename)
     call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
+    if bases:
+        call += f" with adapters {active_adapters(bases)}"
     items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
     tensors = described(sources, others, dtype, bases)
     return WeightIterator(tensors, chain(items, _merged(optimizer, bases, dtype, call)))
-
-
-Bases = list[tuple[Any, dict[str, str]]]  # layers with adapters: see `renaming`
 
 
 def base_weights(
@@ -126,12 +131,16 @@ def merged_weights(
         }
 
 
-def check_options(bucket_bytes: int, dtype: torch.dtype | None) -> None:
+def check_options(bucket_bytes: int, dtype: torch.dtype | None, delta: bool, since: int | None) -> None:
     """Raise ValueError for options of `engine.weights` that make no sense."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a number of bytes above 0, not {bucket_bytes!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype or None, not {dtype}")
+    if since is not None and (not delta or since < 0):
+        raise ValueError(
+            f"since={since!r} must be a version of delta=True, 0 or None. Versions are counted from 1"
+        )
 
 
 def described(
