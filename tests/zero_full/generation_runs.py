@@ -129,7 +129,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal as bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

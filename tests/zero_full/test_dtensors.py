@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
+from tests.zero_full.generation_runs import Server
 from zero_full.shard.group.dtensors import local_of
 from zero_min.ledger import Ledger
 
@@ -350,6 +352,51 @@ def test_files_have_whole_tensors(tmp_path: Path) -> None:
         assert len(good) > 100 and all(good)
 
 
+def changes_of_parts(comm: Any, stage: int, data: int, tensor: int, precision: str) -> list[int]:
+    """A server that gets changes of a model that is cut has every bit. Returns the bytes of the updates."""
+    keys = {} if precision == "fp32" else {precision: {"enabled": True}}
+    small = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)
+    engine = engine_of(mesh_of(data, tensor), keys_of(stage, **keys), small)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    server, sizes, module = Server(), list[int](), engine.module
+
+    def push() -> None:
+        server.update(engine.weights(600, delta=True))
+        sizes.append(server.received)
+        assert server.differs_from(engine.module_state_dict()) == []
+
+    push()
+    for _ in range(3):
+        train(engine, comm.rank // tensor, 1, dtype)
+        push()
+        cut = {name for name in server.sparse if ".up." in name or ".down.weight" in name}
+        assert precision == "fp32" or (any("up" in n for n in cut) and any("down" in n for n in cut))
+    assert precision == "fp32" or max(sizes[1:]) < sizes[0]
+    if stage < 3:
+        with torch.no_grad():  # one part of each; frozen parameters are in no flat buffer
+            if comm.rank % tensor == 0:
+                module.blocks[0].up.weight.to_local().add_(1)
+            if comm.rank % tensor == tensor - 1:
+                module.frozen.down.weight.to_local().add_(1)
+        push()
+        assert sizes[-1] > 0 and "frozen.down.weight" not in server.sparse
+    push()
+    assert sizes[-1] == 0
+    saved = engine.state_dict()
+    train(engine, comm.rank // tensor, 1, dtype)
+    engine.load_state_dict(saved)
+    push()
+    engine.destroy()
+    return sizes
+
+
+def test_changes_of_parts_are_those_of_whole_tensors() -> None:
+    cases = [(1, 2, 2, "bf16"), (3, 2, 2, "bf16"), (2, 1, 4, "bf16"), (3, 2, 2, "fp32")]
+    for case, answers in zip(cases, run_each(changes_of_parts, 4, cases), strict=True):
+        assert all(sizes == answers[0] for sizes in answers), case
+    run_each(changes_of_parts, 3, [(3, 1, 3, "bf16"), (1, 1, 3, "bf16")])
+
+
 # What is refused -------------------------------------------------------------------------------------
 
 
@@ -388,7 +435,6 @@ def refusals(comm: Any) -> list[str]:
                 (param.to_local() if name == "blocks.0.up.weight" else param).add_(1)
         attempt(lambda: zero_full.initialize(model=model, config=keys_of(2), mesh=mesh))  # noqa: B023
     engine = engine_of(mesh, keys_of(3))
-    attempt(lambda: engine.weights(delta=True))
     attempt(lambda: engine.weights(merge_adapters=True))
     attempt(lambda: engine.generation(merge_adapters=True).__enter__())
     engine.destroy()
@@ -407,7 +453,6 @@ REFUSED = (
     r"scale is a DTensor with placement Partial.* Supported are Shard\(dim\) and Replicate\(\)",
     r"ranks hold different values of the same parameters: blocks.0.up.weight \(.*\) on ranks 1 and 3\.",
     r"ranks hold different values of the same parameters: first.bias \(.*\) on ranks 0 and 1\.",
-    r"engine.weights\(delta=True\): tensor parallelism has cut this model",
     r"engine.weights\(merge_adapters=True\): tensor parallelism has cut this model",
     r"merge_adapters with a model that tensor parallelism has cut is not supported",
 )

@@ -346,6 +346,9 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.params = nn.ParameterList(torch.zeros(size) for size in ((1,), (7,), (3, 5), (13,), (11, 11)))
+        self.frozen = nn.Parameter(torch.ones(3, 7), requires_grad=False)
+        self.register_buffer("scale", torch.ones(5, 3))
+        self.register_buffer("count", torch.tensor(1.0))
 
     def forward(self, signs: Tensor) -> Tensor:
         """A loss whose gradient is positive in each fifth element, else negative."""
@@ -377,7 +380,7 @@ def unusual_values(comm: Any, stage: int) -> None:
     push()
     step()  # masters of 2e-8 and -2e-8: in fp16 0.0 and -0.0
     assert push() == 2 + 6 * 31  # the parameter of one element comes whole
-    zeros = torch.cat([value.view(-1) for value in server.tensors.values()])
+    zeros = torch.cat([value.view(-1) for name, value in server.tensors.items() if "params" in name])
     assert not zeros.any() and int(zeros.signbit().sum()) == 32  # each fifth of 157
     step(float("inf"))
     assert engine.optimizer.overflow and push() == 0
@@ -386,9 +389,11 @@ def unusual_values(comm: Any, stage: int) -> None:
         for param in bad if comm.rank == 0 else ():
             param.data.view(-1)[3:6] = torch.tensor([float("nan"), -float("inf"), -0.0])
     push()
-    for _ in range(3):
+    for number in range(3):
         step()
-        push()
+        engine.module.count.add_(1)
+        engine.module.scale[number, 2] = -0.0
+        assert push() > 0 and {"count", "scale"} <= server.tensors.keys() - server.sparse
     if stage < 3:
         bad[0].data.view(-1)[9] = float("nan")  # then a step, which finds it
         step()

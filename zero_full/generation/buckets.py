@@ -8,7 +8,8 @@ Its tensors are views of it, so they stay valid as long as the caller keeps one 
     merged       single tensors of a flat buffer that does not fit: each rank writes its elements, and the
                  words are summed (`Communicator.merge`)
     split        a DTensor that is cut: its local tensor is assembled in one of the ways above, goes to its
-                 block of the whole tensor, and the tensor-parallel ranks' blocks are merged
+                 block of the whole tensor, and the tensor-parallel ranks' blocks are merged. Changed elements
+                 of its local tensor get their indices in the whole one instead, and are merged likewise
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,16 +189,12 @@ class SparseTensor(BucketPart):
         source: FlatSource, member: Member, changes: ChangedElements, counts: Sequence[int]
     ) -> "SparseTensor":
         """Return the bucket part of a parameter's changed elements, with its size."""
-        total, ranks = sum(counts), source.flat.ranks
-        size = rounded_up(4 * total, ALIGNMENT) + rounded_up(source.dtype.itemsize * total, ALIGNMENT)
+        size, ranks = _sparse_size(sum(counts), source.dtype.itemsize), source.flat.ranks
         merges = ranks.size > 1
         return SparseTensor(size, ranks, merges, source=source, member=member, changes=changes, counts=counts)
 
     def _views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        total, size = sum(self.counts), self.source.dtype.itemsize
-        start = rounded_up(4 * total, ALIGNMENT)
-        indices, values = memory[: 4 * total], memory[start : start + size * total]
-        return indices.view(torch.int32), values.view(self.source.dtype)
+        return _sparse_views(memory, sum(self.counts), self.source.dtype)
 
     def write(self, memory: Tensor) -> None:
         """Write this rank's elements behind those of the ranks before it."""
@@ -217,6 +214,68 @@ class SparseTensor(BucketPart):
     def read(self, memory: Tensor) -> Iterator[Item]:
         """Yield the name, the indices in the flattened tensor and the values."""
         yield (self.source.names[self.member], *self._views(memory))
+
+
+@dataclass(eq=False)
+class SplitSparseTensor(SplitTensor):
+    """The changed elements of a DTensor that is cut. The `inner` part has those of this rank's block."""
+
+    totals: Sequence[int] = field(kw_only=True)  # changed elements of each tensor-parallel rank's block
+
+    @staticmethod
+    def of_changes(
+        source: FlatSource, member: Member, changes: ChangedElements, counts: Sequence[Sequence[int]]
+    ) -> "SplitSparseTensor":
+        """Return the part. `counts`: of each data rank, for each tensor-parallel rank."""
+        across, block, size = source.across, member.block, source.dtype.itemsize
+        assert across is not None and block is not None
+        inner = SparseTensor.of(source, member, changes, counts[across.rank])
+        totals = [sum(each) for each in counts]
+        return SplitSparseTensor(
+            _sparse_size(max(totals), size) + _sparse_size(sum(totals), size),
+            across,
+            name=source.names[member],
+            block=block,
+            dtype=source.dtype,
+            inner=inner,
+            totals=totals,
+        )
+
+    @property
+    def whole_size(self) -> int:
+        """Bytes of the changed elements of all blocks, rounded up."""
+        return _sparse_size(sum(self.totals), self.dtype.itemsize)
+
+    def put(self, place: Tensor, memory: Tensor) -> None:
+        """Copy this block's elements, which are assembled at `place`, behind those of earlier blocks."""
+        ((_, local, mine),) = self.inner.read(place)
+        assert local is not None
+        first = sum(self.totals[: self.ranks.rank])
+        indices, values = _sparse_views(memory, sum(self.totals), self.dtype)
+        rows = local.long().div_(self.block.row, rounding_mode="floor") if local.numel() else local.long()
+        start = self.block.offset * self.block.stride
+        moved = local.long() + rows * (self.block.pitch - self.block.row) + start
+        indices[first : first + local.numel()].copy_(moved)
+        values[first : first + local.numel()].copy_(mine)
+
+    def read(self, memory: Tensor) -> Iterator[Item]:
+        """Yield the name, the indices in the flattened whole tensor, ascending, and the values."""
+        indices, values = _sparse_views(memory, sum(self.totals), self.dtype)
+        if prod(self.block.shape[: self.block.dim]) > 1:  # rows of the blocks alternate
+            indices, order = indices.sort()
+            values = values[order]
+        yield self.name, indices, values
+
+
+def _sparse_size(total: int, size: int) -> int:
+    return rounded_up(4 * total, ALIGNMENT) + rounded_up(size * total, ALIGNMENT)
+
+
+def _sparse_views(memory: Tensor, total: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the indices and the values of changed elements in a part's bytes."""
+    start = rounded_up(4 * total, ALIGNMENT)
+    values = memory[start : start + dtype.itemsize * total]
+    return memory[: 4 * total].view(torch.int32), values.view(dtype)
 
 
 def runs_of(source: FlatSource, bucket_bytes: int) -> Iterator[BucketPart]:

@@ -18,7 +18,7 @@ whole. So is a parameter that user code or a load has written between steps.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.generation.adapters import Bases, active_adapters
-from zero_full.generation.buckets import BucketPart, FlatSource, SparseTensor, in_buckets, runs_of, whole
+from zero_full.generation.buckets import (
+    BucketPart,
+    FlatSource,
+    SparseTensor,
+    SplitSparseTensor,
+    in_buckets,
+    runs_of,
+    whole,
+)
 from zero_full.generation.weights import (
     WeightIterator,
     assemble,
@@ -42,6 +50,7 @@ from zero_full.generation.weights import (
 )
 from zero_full.shard.group.changed_elements import ChangedElements, differing
 from zero_full.shard.group.checksum import column_sums
+from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -51,6 +60,10 @@ ANOTHER = (
     "next. If there are two receivers, send both what one iterator yields, or pass `since`"
 )
 LONGEST = 2**31 - 1  # elements that an int32 index reaches
+
+
+# Changed elements of each data rank, for each tensor-parallel rank; by flat buffer and index of the parameter
+Counts = Mapping[tuple[FlatParameters, int], list[list[int]]]
 
 
 class Deltas:
@@ -68,11 +81,6 @@ class Deltas:
         merge_adapters: bool,
         previous: "Deltas | None" = None,
     ) -> None:
-        if optimizer.contents.has_dtensors:
-            raise ValueError(
-                "engine.weights(delta=True): tensor parallelism has cut this model, and steps note changes "
-                "by the indices in its parts. Leave out delta: then tensors are handed over whole"
-            )
         self.module, self.optimizer, self.dtype = module, optimizer, dtype
         self.merge_adapters = merge_adapters
         self.number: int = 0 if previous is None else previous.number  # of this engine's last hand-over
@@ -148,9 +156,9 @@ class Deltas:
         )
         self.running = mine = object()
         is_empty = True
-        for item in items:
-            yield item
+        while one := [*islice(items, 1)]:  # in no variable, which would hold the bucket of its tensors
             is_empty = False
+            yield one.pop()
             if self.running is not mine:
                 problem = ANOTHER.format("was begun before this one was at its end")
                 raise RuntimeError(f"{call}: {problem}")
@@ -181,16 +189,25 @@ class Deltas:
         with torch.no_grad():
             counts = self._counts(sources)
             parts = [part for source in sources for part in self._parts(source, counts, bucket_bytes)]
-            sums |= {name: column_sums(tensor.contiguous()) for name, tensor in others.items()}
+            sums |= {name: _sums(tensor) for name, tensor in others.items()}
             sums |= {
                 source.flat.name: column_sums(source.flat.shard)
                 for source in sources
                 if source.flat not in self.masters
             }
-        for name, tensor in others.items():
-            if not self._is_known(name, sums[name]):
-                parts.append(present(self.optimizer, name, tensor, self.dtype))
+        parts += self._others(others, sums)
         yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
+
+    def _others(self, others: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> Iterator[BucketPart]:
+        """Yield the parts of the tensors outside of flat buffers whose sums are not those handed over."""
+        new, tensor_ranks = {name: not self._is_known(name, sums[name]) for name in others}, None
+        if others and (tensor_ranks := self.optimizer.groups.tensor) is not None:
+            flags = torch.tensor([*new.values()], dtype=torch.int64, device=tensor_ranks.device)
+            tensor_ranks.sum_numbers(flags, "changed tensors")
+            new = dict(zip(new, flags.bool().tolist(), strict=True))
+        for name, tensor in others.items():
+            if new[name]:
+                yield present(self.optimizer, name, tensor, self.dtype)
 
     def _merged(
         self, bases: Bases, call: str, sums: dict[str, Tensor], adapters: dict[str, list[Tensor]]
@@ -223,7 +240,7 @@ class Deltas:
                     for name, values in new.items()
                     for item in self._differences(name, old.get(name), values)
                 ]
-                sums |= {name: column_sums(values) for name, values in new.items()}
+                sums |= {name: _sums(values) for name, values in new.items()}
             del new, old
             while items:
                 yield items.pop(0)
@@ -232,7 +249,7 @@ class Deltas:
         self, name: str, old: Tensor | None, new: Tensor
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """Yield the difference of a tensor that this rank has whole, if there is one."""
-        if old is None or not self._is_known(name, column_sums(old)):
+        if old is None or not self._is_known(name, _sums(old)):
             yield name, None, new
             return
         differs = differing(old, new).view(-1)
@@ -246,12 +263,19 @@ class Deltas:
     def _is_known(self, name: str, sums: Tensor) -> bool:
         return name in self.sums and torch.equal(self.sums[name], sums)
 
-    def _counts(self, sources: list[FlatSource]) -> dict[tuple[FlatParameters, int], list[int]]:
-        """Return how many elements each rank has to hand over, by flat buffer and index of the parameter."""
+    def _counts(self, sources: list[FlatSource]) -> Counts:
+        """Return how many elements each rank has to hand over, by flat buffer and index of the parameter.
+
+        A list for each tensor-parallel rank, with a number for each data rank.
+        """
         if not sources:
             return {}
         keys, mine = list[tuple[FlatParameters, int]](), list[Tensor]()
-        written, ranks = list[Tensor](), self.optimizer.groups.dense.shard
+        written, ranks, tensor = (
+            list[Tensor](),
+            self.optimizer.groups.dense.shard,
+            self.optimizer.groups.tensor,
+        )
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
         for flat in (source.flat for source in sources):
             changes = self._look(flat)
@@ -269,21 +293,27 @@ class Deltas:
                     count = changes.count(start, start + fragment.numel).to(zero)
                 keys.append((flat, member.index))
                 mine.append(count)
-        matrix = torch.zeros(ranks.size, len(mine) + len(written), dtype=torch.int64, device=ranks.device)
-        matrix[ranks.rank] = torch.stack([*mine, *written])
-        rows: list[list[int]] = ranks.sum_numbers(matrix, "changed elements").tolist()
-        self._tell([source.flat for source in sources if source.flat in self.masters], rows, len(mine))
-        return {key: [row[place] for row in rows] for place, key in enumerate(keys)}
+        parts, part = (1, 0) if tensor is None else (tensor.size, tensor.rank)
+        matrix = torch.zeros(
+            parts, ranks.size, len(mine) + len(written), dtype=torch.int64, device=ranks.device
+        )
+        matrix[part, ranks.rank] = torch.stack([*mine, *written])
+        ranks.sum_numbers(matrix, "changed elements")
+        if tensor is not None:
+            tensor.sum_numbers(matrix, "changed elements")
+        columns: list[list[list[int]]] = matrix.permute(2, 0, 1).tolist()
+        flats = [source.flat for source in sources if source.flat in self.masters]
+        self._tell(flats, [any(map(any, column)) for column in columns[len(mine) :]])
+        return dict(zip(keys, columns, strict=False))
 
     def _look(self, flat: FlatParameters) -> ChangedElements | None:
         """Return the changes of a flat buffer, with those between steps; None if no step changes it."""
         master = self.masters.get(flat)
         return None if master is None else master.changes_until_now()
 
-    def _tell(self, flats: list[FlatParameters], rows: list[list[int]], first: int) -> None:
+    def _tell(self, flats: list[FlatParameters], written: list[bool]) -> None:
         """Log which parameters are handed over whole, because they were written between steps."""
-        places = range(first, first + len(flats))
-        names = [flat.name for flat, at in zip(flats, places, strict=True) if any(row[at] for row in rows)]
+        names = [flat.name for flat, is_written in zip(flats, written, strict=True) if is_written]
         if this_rank() == 0 and names and self.base:
             log.info(
                 "engine.weights(delta=True): %s were written between steps (a load, or user code), so they "
@@ -291,16 +321,17 @@ class Deltas:
                 listed(names),
             )
 
-    def _parts(
-        self, source: FlatSource, counts: Mapping[tuple[FlatParameters, int], list[int]], bucket_bytes: int
-    ) -> Iterator[BucketPart]:
+    def _parts(self, source: FlatSource, counts: Counts, bucket_bytes: int) -> Iterator[BucketPart]:
         """Yield the parts of a flat buffer that have changed."""
         size, flat, kinds = source.dtype.itemsize, source.flat, dict[int, bool]()
         members = [member for member in flat.members if member in source.names]
         for member in members:
-            numel, changed = member.param.numel(), sum(counts[flat, member.index])
-            if changed:
-                kinds[member.index] = is_smaller(changed, numel, size)
+            numel, each = member.param.numel(), counts[flat, member.index]
+            # Tensor-parallel ranks all have a parameter that is not cut. Its low bits may differ.
+            is_same = member.block is not None or all(row == each[0] for row in each)
+            if any(map(any, each)):
+                changed = sum(map(sum, each if member.block is not None else each[:1]))
+                kinds[member.index] = is_same and is_smaller(changed, numel, size)
         if len(kinds) == len(members) and not any(kinds.values()):
             yield from runs_of(source, bucket_bytes)
             return
@@ -308,16 +339,25 @@ class Deltas:
             is_sparse = kinds.get(member.index)
             if is_sparse is None:
                 continue
-            changes = self.masters[flat].changes if flat in self.masters else None
-            if is_sparse and changes is not None:
-                yield SparseTensor.of(source, member, changes, counts[flat, member.index])
-            else:
+            changes, each = (
+                self.masters[flat].changes if flat in self.masters else None,
+                counts[flat, member.index],
+            )
+            if not is_sparse or changes is None:
                 yield whole(source, member)
+            elif member.block is None:
+                yield SparseTensor.of(source, member, changes, each[0])
+            else:
+                yield SplitSparseTensor.of_changes(source, member, changes, each)
 
 
 def params_of(sources: Sequence[FlatSource]) -> dict[str, int]:
     """Return the identity of the parameter that each name stands for."""
     return {name: id(member.param) for source in sources for member, name in source.names.items()}
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    return column_sums(local_of(tensor).reshape(-1))  # in one row, which may be read as larger words
 
 
 def is_smaller(changed: int, numel: int, size: int) -> bool:
