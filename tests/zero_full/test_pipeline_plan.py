@@ -106,7 +106,7 @@ def buffers_of(engine: Any) -> list[Tensor]:
         engine._schedule._stages if hasattr(engine._schedule, "_stages") else [engine._schedule._stage]
     ):
         for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            buffers = [info.buffer for info in infos if info.buffer is not None]
+            buffers = [b for info in infos if (b := getattr(info, "buffer", None)) is not None]
             found += [*buffers, *(b.grad for b in buffers if b.grad is not None)]
     return found
 
