@@ -50,7 +50,7 @@ log = logging.getLogger("zero_full")
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag. Raises CheckpointError if it cannot be the name of a folder."""
+    """Return the tag, or raise CheckpointError if it cannot be the name of a folder."""
     begins = tuple(f"{kind}-" for kind in (PARTIAL, REPLACED, REMOVED))
     is_clean = is_file_name(tag) and tag.isprintable() and tag == tag.strip()
     if not is_clean or tag.startswith(begins) or tag in (LATEST, MANIFEST) or len(tag.encode()) > LONGEST_TAG:

@@ -234,7 +234,11 @@ class CheckpointLoad:
         self._check_names(wrong, sorted(missing), sorted(unexpected))
 
     def _check_names(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        """Raise for mismatches. Without `strict`, only warn about missing and unexpected names."""
+        """Raise CheckpointError if the checkpoint's tensors are not those of the model.
+
+        `wrong` are messages about shapes and dtypes. Without `strict`, missing and unexpected names are
+        only a warning.
+        """
         where = self.source.path
         warnings = list(describe_unmatched(where, missing, unexpected))
         if self.wanted.strict:
@@ -274,7 +278,10 @@ class CheckpointLoad:
         check_rng_states(self.source.private(this_rank()).get("random"))
 
     def _find_own_state(self) -> None:
-        """Find this rank's own state. Raises CheckpointError if the number of ranks has changed."""
+        """Find the compression errors and local steps that this rank saved.
+
+        Raises CheckpointError if the number of ranks has changed, as no other rank can use them.
+        """
         saved = [key for key in self.source.tensors if key.startswith(f"{OWN}/")]
         if saved and not self.same_ranks:
             raise CheckpointError(
@@ -359,7 +366,10 @@ class CheckpointLoad:
     # Changes -------------------------------------------------------------------------------------
 
     def change(self, attempt: Attempt) -> None:
-        """Apply the checkpoint. Every rank must call this, after all ranks have checked."""
+        """Write the checkpoint's values to the model, the optimizer and the other objects.
+
+        Every rank must call this, after `check` has succeeded on all ranks.
+        """
         attempt(self.objects.load)
         try:
             attempt.agree()

@@ -103,7 +103,7 @@ def part_of(path: Path) -> Path:
 
 
 def check_file_name(argument: str, name: str | os.PathLike[str]) -> str:
-    """Return the name as a string. Raises ValueError unless it is a plain file name."""
+    """Return the name as a string, or raise ValueError unless it is a plain file name."""
     text = str(name)
     if not is_file_name(text):
         raise ValueError(f"{argument}: {text!r} is not a plain file name. Pass the folder separately")

@@ -363,7 +363,7 @@ def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
 
 
 def _family(code: str) -> str:
-    """Return the family of a dtype. Values are converted only within a family."""
+    """Return whether a dtype is floating, complex or whole. Values are converted only within one of these."""
     return "floating" if code.startswith(("F", "BF")) else "complex" if code.startswith("C") else "whole"
 
 

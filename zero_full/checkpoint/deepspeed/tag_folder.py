@@ -165,7 +165,10 @@ def _place(folder: Path, tag: str | None) -> Path | None:
 
 
 def _named(folder: Path, latest: Path) -> Path | None:
-    """Return the folder that a file names. It must be in `folder`, as the file's text is not trusted."""
+    """Return the folder of the tag in the file `latest`; None if `folder` has no checkpoint of DeepSpeed.
+
+    The tag must name a folder in `folder`, because the file's text is not trusted.
+    """
     tag = latest.read_text(errors="replace").strip()
     if is_file_name(tag) and (folder / tag).is_dir():
         return folder / tag
