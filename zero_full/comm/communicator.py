@@ -64,7 +64,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Communicator:
-    """A process group. `None` stands for a single rank, whose collectives are no-ops."""
+    """A process group with its collectives. `None` stands for a single rank, whose collectives are no-ops."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class Communicator:
         return numbers
 
     def merge(self, whole: Tensor, what: str) -> None:
-        """Fill in the bytes of the other ranks: each byte is zero on all ranks but one. A multiple of 4.
+        """Fill in the bytes of the other ranks: each byte is zero on all ranks but one.
 
-        They are summed as integers, so all bits arrive as they are, also those of -0.0 and NaN. On return no
-        thread of the backend holds the memory.
+        The size must be a multiple of 4 bytes. The bytes are summed as integers, which keeps all bits, also
+        those of -0.0 and NaN. On return no thread of the backend holds the memory.
         """
         if (transport := self.transport) is not None:
             sent, words = 2 * (self.size - 1) * (whole.nbytes // self.size), _borrowed(whole)

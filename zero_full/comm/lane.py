@@ -70,7 +70,7 @@ class _HostLane:
 
 
 class InlineLane(_HostLane):
-    """No overlap: the caller runs each job when it submits it."""
+    """Lane without overlap: the caller runs each job when it submits it."""
 
     stops_host = False
 
@@ -81,7 +81,7 @@ class InlineLane(_HostLane):
 
 
 class InlineStreamLane(InlineLane):
-    """No overlap on an accelerator: each job's kernels are queued on the caller's stream."""
+    """Lane without overlap on an accelerator: each job's kernels are queued on the caller's stream."""
 
     def __init__(self, current: Callable[[], Any]) -> None:
         """`current` returns the caller's stream."""
@@ -107,7 +107,7 @@ class InlineStreamLane(InlineLane):
 
 
 class LazyLane(_HostLane):
-    """For the meta device: runs a job only when it is waited for, when the most memory is in use."""
+    """For plans on the meta device: runs a job only when it is waited for, which uses the most memory."""
 
     stops_host = False
 
@@ -122,7 +122,7 @@ class LazyLane(_HostLane):
         return _LazyJob(self, self.begun)
 
     def run(self, until: int) -> None:
-        """Run the queued jobs in order, up to this number."""
+        """Run the queued jobs in order, up to the job with the number `until`."""
         while self.done < until:
             self.done += 1
             with torch.no_grad():
@@ -141,7 +141,7 @@ class _LazyJob:
 
 
 class ThreadLane(_HostLane):
-    """A worker thread, for the CPU: gloo releases the GIL while it waits."""
+    """Lane on a worker thread, for the CPU: gloo releases the GIL while it waits."""
 
     stops_host = True
 
@@ -179,7 +179,7 @@ class _ThreadJob:
 
 
 class StreamLane:
-    """A side stream, for accelerators.
+    """Lane on a side stream, for accelerators.
 
     Gradients of one bucket may come from several streams, one for each that forward used. So the side stream
     waits for all of them, and not only for the one that completed the bucket.
@@ -194,7 +194,7 @@ class StreamLane:
     stops_host = False
 
     def __init__(self, side: Any, current: Callable[[], Any]) -> None:
-        """`side`: the stream of the jobs. `current` returns the caller's stream."""
+        """`side` is the stream of the jobs. `current` returns the caller's stream."""
         self.side, self.producer = side, current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:

@@ -73,7 +73,7 @@ class Half(NamedTuple):
 
 
 class Halves(dict[torch.dtype, tuple[Half, Half]]):
-    """Both halves of the windows by type. Their tensors are made once, at the first use of a type."""
+    """Both halves of all ranks' windows, by dtype. Their tensors are made at the first use of a type."""
 
     def __init__(self, windows: Sequence[Tensor], rank: int, half: int) -> None:
         super().__init__()

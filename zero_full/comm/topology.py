@@ -168,7 +168,7 @@ def new_group(
 
 
 def _own_group(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Open the group of a partition that this rank is in."""
+    """Open the group of ranks in `partition` that contains this rank."""
     global_rank = ranks_of(like)[like.rank()]
     return new_group(next(ranks for ranks in partition if global_rank in ranks), like)
 

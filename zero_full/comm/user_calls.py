@@ -27,7 +27,7 @@ class UserCalls:
     """Compares the user's calls of one engine between the ranks of a group."""
 
     def __init__(self, group: Communicator, communicators: Iterable[Communicator]) -> None:
-        """`communicators`: all communicators of the engine."""
+        """`communicators` are all communicators of the engine, in which other ranks may wait for this one."""
         self.group, self.communicators, self.number = group, communicators, 0
         self.rank = group.ranks[group.rank]
         topic = numbered_topic("user_calls", group.ranks, self.rank)
