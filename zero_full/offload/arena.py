@@ -65,9 +65,10 @@ class Arena:
     def __init__(
         self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK, optional: str = ""
     ) -> None:
-        """`sizes`: bytes of the regions. `cudart`: the CUDA runtime that page-locks them; None: pageable.
+        """`sizes` are the bytes of the regions.
 
-        `optional`: what they are for, in a warning if they cannot be page-locked; "": that is an error.
+        `cudart`: the CUDA runtime that page-locks them; None: pageable. `optional`: what they are for, in a
+        warning if they cannot be page-locked; "": that is an error.
         """
         sizes = [size for size in sizes if size]
         places = Places(sizes, chunk)

@@ -145,7 +145,7 @@ class CopyThreads:
         return self.last_up
 
     def stage(self, numel: int, dtype: torch.dtype) -> "_Stage":
-        """Return the staging buffer of the next copy. They alternate, and all are as large as the largest."""
+        """Return the staging buffer of the next copy. The buffers alternate. Each fits the largest copy."""
         size = numel * dtype.itemsize
         if self.stages[0].memory.numel() < size:
             for each in self.stages:  # pending copies keep their memory
@@ -179,7 +179,7 @@ class _Stage:
 
 
 class _Copy:
-    """A job that begins a copy, and hands its tensors over to it."""
+    """A job that begins a copy, and drops its own references to the two tensors."""
 
     def __init__(self, copier: Copier, target: Tensor, source: Tensor, after: Pending) -> None:
         self.copier, self.after, self.mark = copier, after, copier.mark()

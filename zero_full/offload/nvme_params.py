@@ -60,7 +60,7 @@ class BufferPool:
     """A pool of buffers, in use or free for a slice of the same size, with a limit on their elements."""
 
     def __init__(self, numel: int, locker: Any = None) -> None:
-        """`locker`: `page_locker()`, which page-locks each buffer, at its exact size; None: pageable."""
+        """`locker` (from `page_locker()`) page-locks each buffer, at its exact size; None: pageable."""
         self.limit, self.locker = numel, locker
         self.numel = 0
         self.free: list[Buffer] = []

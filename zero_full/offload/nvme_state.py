@@ -169,7 +169,7 @@ def bytes_of_block(sizes: Iterable[int]) -> int:
 
 @dataclass
 class LoadedPart:
-    """A part during a step: each slice's block and window into the buffer."""
+    """A part of the state during a step: each slice's block, and its window into the buffer."""
 
     part: Sequence[Any]
     blocks: list[Block]
@@ -183,7 +183,7 @@ class OpenNvmeTier(FileStorage, Tier):
     is_offloaded, kind, moves, contents = True, BlockTier.kind, True, "the optimizer's state"
 
     def __init__(self, choice: BlockTier, file: SpillFile, host: Tier) -> None:
-        """`host`: the tier of gradients and parameters on their way from and to a device."""
+        """`host` is the tier that copies gradients from a device and parameters to it."""
         super().__init__(file, ThreadLane("zero_full-blocks"))
         self.part_numel, self.host = choice.part_numel, host
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2

@@ -94,7 +94,7 @@ class HostParamSlice(ParamSlice):
     is_offloaded, kind = True, "host"
 
     def __init__(self, values: Tensor, arena: Arena, uploads: Uploads) -> None:
-        """`arena`: the memory of `values`."""
+        """`arena` has the memory of `values`."""
         self.at_rest, self.arena, self.uploads = values, arena, uploads
         self.copied: Any = None  # the event behind the last copy, which may be pending
 
@@ -167,7 +167,7 @@ class MemoryFirstStore(ParamStore):
     """A store that keeps the first slices in memory and the others on a disk."""
 
     def __init__(self, memory_numel: int, in_memory: ParamStore) -> None:
-        """`in_memory`: the store of the first slices, up to `memory_numel` elements together."""
+        """`in_memory` stores the first slices, up to `memory_numel` elements together."""
         self.left, self.in_memory = memory_numel, in_memory
 
     def of(self, numel: int) -> ParamStore:
@@ -192,7 +192,7 @@ class HostParamStore(ParamStore):
     is_offloaded = True
 
     def __init__(self, locker: Any = None) -> None:
-        """`locker`: `page_locker()`, which page-locks each slice, at its exact size; None: pageable."""
+        """`locker` (from `page_locker()`) page-locks each slice, at its exact size; None: pageable."""
         self.locker, self.uploads = locker, Uploads()
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 

@@ -92,7 +92,7 @@ class SpillFile:
     """An unnamed file, with its space and its threads. See the top of this module."""
 
     def __init__(self, directory: Path, io: BlockIO) -> None:
-        """`io`: the threads of this file, which `end` closes."""
+        """`io` has the threads of this file, which `end` closes."""
         check_proc(directory)
         self.directory, self.io, self.size = directory, io, 0
         file = _open_unnamed(directory)
@@ -109,7 +109,7 @@ class SpillFile:
         self._windows.clear()
 
     def take(self, size: int) -> int:
-        """Allocate `size` bytes and return the first one. OSError if the disk is full."""
+        """Allocate `size` bytes and return the offset of the first one. OSError if the disk is full."""
         begin, size = self.size, whole_pages(size)
         try:
             os.posix_fallocate(self._file, begin, max(size, PAGE))

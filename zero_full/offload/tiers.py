@@ -168,7 +168,7 @@ class OpenHostTier(HostTier):
 
     @property
     def lost(self) -> str:  # type: ignore[override]
-        """The message about the state, which is freed when the run ends."""
+        """The error message after `close`, which freed the state; "" before."""
         return FREED if self.arena.closed else ""
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Offload:
 
     @cached_property
     def can_fail(self) -> bool:
-        """Whether `lost` may ever be more than an empty string."""
+        """Whether reads may fail, because state or parameters are in files. `lost` is their error message."""
         return self.tier.moves or self.param_store.can_fail
 
     @property
