@@ -517,7 +517,7 @@ class Description:
 
 
 def describe(path: AnyPath) -> Description:
-    """Test, with a temporary file, how files in this directory (or this file's) are read and written."""
+    """Test, with a temporary file, how files in this directory, or beside this file, are read and written."""
     place = Path(path).resolve()
     directory = place if place.is_dir() else place.parent
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file:

@@ -146,7 +146,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def with_user_writes(master: Tensor, copy: Tensor) -> Tensor:
-    """Return the master, with the copy's value where that is not the rounded master."""
+    """Return the master with the values that user code wrote to its rounded copy."""
     rounded = master.to(copy.dtype)
     same = rounded.view(torch.int16) == copy.view(torch.int16)
     return torch.where(same, master, copy.to(master.dtype))
@@ -400,5 +400,5 @@ def _pack(integers: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Unpack two integers of each byte. The right shift extends the sign."""
+    """Unpack the two integers in each byte. The right shift extends the sign."""
     return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()

@@ -198,7 +198,7 @@ class OneBitStep(Stepper):
 
     @property
     def averages(self) -> bool:
-        """True while the variance is updated."""
+        """Whether the next step averages gradients: in the warm-up, which updates the variance."""
         return self.steps < self.warmup_steps
 
     def phases(self) -> dict[str, Callable[[], None]]:

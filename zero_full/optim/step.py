@@ -253,7 +253,10 @@ class Stepper:
         return {}
 
     def with_these_options(self) -> "Stepper":
-        """If `is_alone`: copy this rule with the groups' present options, which later edits do not change."""
+        """Copy this rule with the groups' present options, so that later edits do not change the copy's.
+
+        Called only if `is_alone`.
+        """
         raise NotImplementedError
 
     # State that differs between ranks: see [Note: a rank's own state] ----------------------------

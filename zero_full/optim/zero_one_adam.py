@@ -145,7 +145,7 @@ class LocalMovement:
 
 
 class ShardedVariance:
-    """This rank's shard of the variance, and the roots of all of it. See [Note: sharded variance]."""
+    """This rank's shard of the variance, and the square roots of all of it. See [Note: sharded variance]."""
 
     def __init__(self, layout: BufferLayout, peers: Peers) -> None:
         self.layout, self.peers = layout, peers
@@ -228,7 +228,7 @@ class ZeroOneAdamStep(OneBitStep):
 
     @property
     def averages(self) -> bool:
-        """True if the variance is due in the next step."""
+        """Whether the next step averages gradients: if it updates the variance."""
         return not self.steps_locally and self.variance_interval.is_due(self.steps + 1)
 
     @property
@@ -408,7 +408,7 @@ class ZeroOneAdamStep(OneBitStep):
                 yield piece, VARIANCE, start, values
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shard of the variance, and the roots of all of it."""
+        """Return this rank's shard of the variance, and the square roots of the whole variance."""
         return {} if self.sharded is None else {VARIANCE: self.sharded.values, ROOTS: self.sharded.roots}
 
     def own_tensors(self) -> dict[str, Tensor]:
