@@ -97,7 +97,7 @@ class Contents:
         stepper: Stepper,
         owners: Mapping[str, int],
     ) -> None:
-        """`stepper`: knows which state differs between ranks.
+        """`stepper` knows which state differs between ranks.
 
         `owners`: by parameter, the rank that keeps its state; see [Note: state of whole parameters].
         """

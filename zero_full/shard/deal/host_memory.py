@@ -110,7 +110,7 @@ class Sizes:
         return draft.layout.shard * own.itemsize
 
     def passing(self, draft: Draft) -> list[int]:
-        """Return the bytes of the regions for gradients and copies of parameters."""
+        """Return the bytes of the arena's regions for gradients and copies of parameters."""
         copy = self._copy(draft)
         gradients = draft.layout.shard * self.dtypes.accumulate_of(self._own(draft)).itemsize
         return [gradients, copy] if copy else [gradients]

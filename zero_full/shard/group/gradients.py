@@ -78,7 +78,7 @@ class FlatGradients:
         spares: Spares,
         copy_threads: CopyThreads | None = None,
     ) -> None:
-        """`copy_threads`: the host-device copies, for `HostGradients`."""
+        """`copy_threads` makes the host-device copies of `HostGradients`; None on the device."""
         self.parameters, self.settings, self.divisors = parameters, settings, divisors
         self.reduce_slices, self.spares = reduce_slices, spares
         self.members, self.layout = parameters.members, parameters.layout

@@ -447,7 +447,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         self.owners[piece] = self.owners[param] = param
 
     def know(self, param: Parameter) -> None:
-        """Make `param` a key. Its state is empty if this rank owns none of it."""
+        """Make `param` a key, with an empty state if this rank owns no element of it."""
         self.owners[param] = param
 
     def forget(self, params: Collection[Parameter]) -> None:

@@ -70,7 +70,7 @@ class Kind:
 
 
 class GatherState(Enum):
-    """The state of a flat buffer."""
+    """How much of a flat buffer is in memory on this rank."""
 
     SHARDED = auto()  # the storage is empty; only this rank's slice has memory
     GATHERING = auto()  # the storage has its full size, and the all-gather is queued on a lane
@@ -127,7 +127,7 @@ class FlatParameters:
         deferred: bool = False,
         param_store: ParamStore | None = None,
     ) -> None:
-        """`deferred`: `fill` will set the values later. Every rank must pass the same.
+        """`deferred` is True if `fill` will set the values later. Every rank must pass the same.
 
         `param_store`: the store of this rank's slice while the buffer is released; None: the model's device.
         """

@@ -155,7 +155,10 @@ class Agreement:
             raise DisagreementError("; ".join(sorted(messages)))
 
     def _add_up(self, mine: Contribution, counts: bool, exactly: bool) -> list[float]:
-        """Return all ranks' squares, stops, alarms, late and changed groups, then marks and flags by side."""
+        """Return the sums over all ranks: the head of the vector, then marks and flags by side.
+
+        The head has squares, stops, alarms, and the numbers of late and of changed groups.
+        """
         groups = self.groups
         if len(self.sides) == 1 and self.parts is None:
             total = self.sides[0].add_up(mine, counts, exactly)

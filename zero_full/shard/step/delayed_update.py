@@ -61,7 +61,7 @@ class DelayedUpdates:
     def __init__(
         self, base: torch.optim.Optimizer, state: StateByParameter, groups: Groups, after: int
     ) -> None:
-        """`base` and `state`: the wrapped optimizer and its state. `after`: number of ordinary updates."""
+        """`base` is the wrapped optimizer, `state` its state, and `after` the number of ordinary updates."""
         self.base, self.state, self.groups, self.after = base, state, groups, after
         self.lane = ThreadLane("zero_full-delayed-update")
         self.current: Update | None = None

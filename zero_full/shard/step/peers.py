@@ -60,7 +60,7 @@ class PartPeers(Peers):
         owners: Owners | None = None,
         tensor: Communicator | None = None,
     ) -> None:
-        """`tensor`: the ranks that hold other parts of the parameters that are split."""
+        """`tensor` has the ranks that hold the other parts of split parameters."""
         self.tensor = tensor
         self.lane, self.part, self.owners = lane, part, owners or {}
         self.members = [(m, group.parameters) for group in part for m in group.members if m in used]

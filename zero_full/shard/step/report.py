@@ -95,7 +95,7 @@ def investigate(
 
 
 def _look_here(trained: Sequence[TrainedGroup], loss: Tensor | None, rank: int) -> Finding:
-    """Check this rank's gradients and loss. The host waits for the device once, for all parameters."""
+    """Find this rank's gradients and loss that are not finite. The host waits for the device once."""
     finding = Finding()
     asked: list[tuple[list[Any], Any, Tensor]] = []  # a list, and its new entry if the tensor is False
     for gradients in (group.gradients for group in trained):

@@ -77,7 +77,7 @@ class SpeculativeSteps:
         return [tensor for other in list(self.others.values()) for tensor in other]
 
     def close(self) -> None:
-        """Drop pending guesses, end the thread and free memory."""
+        """Drop pending speculative steps, end the thread and free memory."""
         self.drop()
         self.lane.close()
         self.others.clear()
@@ -162,7 +162,7 @@ class SpeculativeSteps:
         return other
 
     def _allows(self, group: TrainedGroup, size: int, most: int) -> bool:
-        """Return whether the slice may have its memory twice. Once allowed, it stays allowed."""
+        """Return whether the limit allows the slice a second copy of its memory. Once allowed, it stays."""
         others = sum(_bytes_of(other) for slice_, other in self.others.items() if slice_ is not group)
         if 2 * (others + size) <= most:
             return True
