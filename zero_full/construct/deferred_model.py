@@ -43,7 +43,7 @@ Deliver = Callable[[str, Tensor], None]  # receives a name and its values
 
 
 class Deferred:
-    """The parameters and buffers of a model. Some may be recorded, and have no values yet.
+    """The parameters and buffers of a model whose construction was deferred: recorded ones have no values.
 
     Creating this object moves the recorded ones to the device, where they take no memory. They stay the same
     objects, as an optimizer may hold them already. If `initialize` fails, this is undone.
@@ -91,7 +91,10 @@ class Deferred:
                 )
 
     def exchange_random_states(self, pair: Pair) -> None:
-        """Exchange random states. If the model is recorded on any rank, all ranks fill it. Collective."""
+        """Exchange the random states from which the ranks' recordings start. Collective.
+
+        If the model is recorded on any rank, all ranks fill it.
+        """
         self.source_ranks = SourceRanks(pair)
         states = pair.gather_objects([r.recording.rng_state_before for r in self.recorders], "random states")
         if any(states):
@@ -218,7 +221,10 @@ class ValueReport:
 
 
 class SourceRanks:
-    """All ranks of a pair of process groups, by index. All of them must make the same calls."""
+    """The ranks of a pair of process groups, which choose a sender for each tensor that differs.
+
+    All of them must make the same calls.
+    """
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair

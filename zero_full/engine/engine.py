@@ -102,7 +102,7 @@ class Engine(DeepSpeedQueries):
         world_size: int = 1,
         plan: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`plan`: returns the planned bytes of this run by kind, for an out-of-memory error."""
+        """`plan` returns the planned bytes of this run by kind, for an out-of-memory error."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.made_in = os.getpid()
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader

@@ -61,7 +61,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Means:
-    """Means per step over a lap; None: unknown."""
+    """Means over the steps of a lap; None: unknown."""
 
     step_seconds: float | None = None
     samples_per_second: float | None = None

@@ -35,7 +35,7 @@ class Net(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a score for each kind."""
+        """Return a score for each of ten patterns."""
         scores: Tensor = self.answers(self.pictures(x).flatten(1))
         return scores
 

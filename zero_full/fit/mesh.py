@@ -90,7 +90,7 @@ def layers_of(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def with_activations(
     shape: Shape, batch: Batch, micro_batches: int, parameter_bytes: int, made: Plan
 ) -> Plan:
-    """Return the plan of a pipeline with estimated activations: of the place with the highest peak."""
+    """Return the plan of the pipeline's place with the highest peak, with estimated activations."""
     is_block = [block for _, block in layers_of(shape.model())]
     handed = batch.tokens * shape.sizes["width"] * parameter_bytes * micro_batches
     places = []

@@ -105,7 +105,7 @@ class FlightRecorder:
                 calls.remove(call)
 
     def _end(self, how: str) -> None:
-        """Stop writing. Calls that are in progress on other threads then do nothing."""
+        """End the recording, and write `how` it ended. Calls in progress on other threads then do nothing."""
         if self.finish.detach() is not None:
             self.traffic.listener = None
             _finish(self.box, how)

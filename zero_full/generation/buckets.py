@@ -347,7 +347,7 @@ def in_buckets(parts: Iterable[BucketPart], bucket_bytes: int) -> Iterator[list[
 
 
 def assembled(bucket: Sequence[BucketPart], device: torch.device) -> list[Item]:
-    """Assemble a bucket. Every rank must call this, if `communicates`."""
+    """Return the items of a bucket, from all ranks' shards. Every rank must call this, if `communicates`."""
     split = [part for part in bucket if isinstance(part, SplitTensor)]
     local = [part.local for part in bucket]
     merged, gathered = [p for p in local if p.merges], [p for p in local if not p.merges]

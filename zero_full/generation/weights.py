@@ -257,7 +257,7 @@ def assemble(
     call: str,
     shape: Callable[[Item], tuple[Any, ...]] = tuple,
 ) -> Iterator[tuple[Any, ...]]:
-    """Assemble one bucket after the other, and yield its items in this shape.
+    """Assemble one bucket after the other, and yield its items, each converted by `shape`.
 
     The bucket before is dropped first: no variable of a generator may hold one of its tensors. A step in
     between would mix the weights of two steps, so it raises.

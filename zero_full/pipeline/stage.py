@@ -154,7 +154,7 @@ class Stage(PipelineStage):
         total: int,
         index: tuple[Tensor, ...],
     ) -> None:
-        """`index`: the first stage's input for torch, a number in place of the micro-batch."""
+        """`index` is the first stage's input for torch: the micro-batch's number in place of its data."""
         takes = index if chunk.takes is None else chunk.takes.carriers("meta", requires_grad=True)
         gives = torch.empty((), device="meta") if chunk.is_last else chunk.gives.carriers("meta", True)
         super().__init__(chunk, chunk.stage, total, chunk.device, takes, gives, group=group)

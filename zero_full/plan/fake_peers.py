@@ -52,7 +52,7 @@ class FakePeers(PartPeers):
         owners: Owners,
         tensor: Communicator | None = None,
     ) -> None:
-        """`sent`: bytes sent by each rank, to which this adds."""
+        """`sent` counts the bytes that each rank sends; `travel` adds to it."""
         super().__init__(part, used, lane, owners, tensor)
         self.tracker, self.sent = tracker, sent
         self.kind = None if any(group.master.tier.is_offloaded for group in part) else "update"
@@ -60,7 +60,10 @@ class FakePeers(PartPeers):
     def travel(
         self, rounds: Sequence[Round], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
     ) -> None:
-        """Run the exchange. Its memory counts as `update`."""
+        """Run the rounds as the first rank and, if it is another, as the busiest one.
+
+        Their memory counts as `update`.
+        """
         other = _busiest(rounds, ranks.size)
         with self.tracker.counting("update"):
             fake = FakeRule(rule, self.tracker, self.kind, is_first=True)

@@ -32,7 +32,7 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
 def make_engines(
     module: nn.Module, optimizers: Sequence[Optimizer], config: Mapping[str, Any]
 ) -> tuple[list[Engine], list[Any]]:
-    """Make an engine for each optimizer, or one without. Returns them, and their optimizers."""
+    """Make an engine for each optimizer, or an engine without optimizer. Returns engines and optimizers."""
     if any(owner_of(param) is not None for param in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} already belongs to an engine, such as that of another Trainer. "
