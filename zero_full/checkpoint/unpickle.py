@@ -145,7 +145,7 @@ class _NumpyType(_Inert):
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
-            raise UnpicklingError("a number of another byte order")
+            raise UnpicklingError(f"a number with the byte order {state[1]!r}, which is not little-endian")
 
 
 class _NumpyNumber(_Inert):

@@ -430,7 +430,7 @@ def _read(stored: Stored, start: int, stop: int) -> Tensor:
         with stored.file.open("rb") as file:
             file.seek(stored.begin + start * tensor.itemsize)
             if file.readinto(bytes_of(tensor)) < tensor.nbytes:
-                raise OSError("it has become shorter")
+                raise OSError("the file has become shorter since its header was read")
     except OSError as error:
         raise CheckpointError(
             f"{stored.key} in {stored.file} cannot be read: {error}. Some parameters are changed already: "
@@ -447,7 +447,10 @@ def _path_from_index(index: Path, name: str) -> Path:
     """
     file = index.parent / name
     if not is_file_name(name) or (file.is_symlink() and not _stays_inside(index.parent, file)):
-        raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder. Nothing was read")
+        raise CheckpointError(
+            f"{index} names {name!r}, which is not a file in its folder. Copy all files into one folder. "
+            "Nothing was read"
+        )
     return file
 
 

@@ -51,8 +51,8 @@ class ModelStates:
         experts = content.get("num_experts") or []
         if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
             raise CheckpointError(
-                f"{path} is of a model with experts, whose files are not supported. Load it with "
-                "DeepSpeed, and save the weights to load here"
+                f"{path} is of a model with experts, whose files are not supported. Load it with DeepSpeed, "
+                "save the weights as safetensors, and read these with load_weights"
             )
         config = content.get("ds_config")
         self.path, self.content = path, content

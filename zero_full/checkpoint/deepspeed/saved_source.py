@@ -53,7 +53,7 @@ class StoredRanges:
             shape, [(p, p * each, min((p + 1) * each, numel), begin) for p in range(parts)]
         )
 
-    def fit(self, parts: Sequence[SavedTensor]) -> bool:
+    def are_complete_in(self, parts: Sequence[SavedTensor]) -> bool:
         """Return whether the ranges cover all elements and lie within these parts."""
         ends = [0, *(stop for _, stop in self.pieces)]
         complete = [start for start, _ in self.pieces] == ends[:-1] and ends[-1] == prod(self.shape)
@@ -81,7 +81,7 @@ class SavedSource(Source):
 
     def add(self, key: str, ranges: StoredRanges, parts: Sequence[SavedTensor]) -> None:
         """Add a tensor that is stored in these parts. Raises CheckpointError if they are incomplete."""
-        if not ranges.fit(parts) or len({part.dtype for part in parts}) != 1:
+        if not ranges.are_complete_in(parts) or len({part.dtype for part in parts}) != 1:
             raise CheckpointError(
                 f"{self.path}: the files do not hold all {prod(ranges.shape)} elements of {key}. Copy all "
                 "files of one save here, or load another tag"
@@ -89,12 +89,13 @@ class SavedSource(Source):
         self.tensors[key] = StoredTensor(ranges.shape, parts[0].dtype, ranges.pieces)
         self._places[key] = ranges, parts
 
-    def add_groups(self, groups: list[dict[str, Any]], shapes: Iterable[Iterable[str]]) -> None:
+    def add_groups(self, groups: list[dict[str, Any]], names: Iterable[Iterable[str]]) -> None:
         """Add the options and the parameter names of the optimizer's groups.
 
-        At stage 3 a group may consist of several sub-groups, whose parameters are in `shapes` one by one.
+        names  of the parameters by group; at stage 3 by sub-group, of which a group may have several
         """
-        rest = iter(shapes)
+        # DeepSpeed has flattened the parameters: "params" has one entry for a group, or for each sub-group.
+        rest = iter(names)
         self.shared["groups"] = options_of(groups)
         self.shared["members"] = [
             [name for named in islice(rest, len(group["params"])) for name in named] for group in groups
@@ -133,6 +134,7 @@ class SavedSource(Source):
         for key in ("frozen", "members"):
             if key in self.shared:
                 self.shared[key] = mapped(clean_name, self.shared[key])
+        # The CRCs in the zip directories identify the contents, without reading the tensors.
         files = {part.archive.path: part.archive for _, parts in self._places.values() for part in parts}
         checksums = [(path.name, archive.checksum) for path, archive in sorted(files.items())]
         self.identity = f"{zlib.crc32(repr(checksums).encode()):08x}"
@@ -160,7 +162,10 @@ def python_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def states_of(base: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return the states in an optimizer's state dict, by group. A group's own step is added to each state."""
+    """Return the states in an optimizer's state dict, by group.
+
+    Some of DeepSpeed's optimizers keep one step per group. It is added to each state, as torch's have it.
+    """
     found = []
     for group in base["param_groups"]:
         common = {STEP: group[STEP]} if STEP in group else {}
