@@ -179,4 +179,4 @@ def newcomer(comm: Any, kind: str) -> str:
 def test_what_comes_after_the_variance_is_frozen_is_refused_by_name(kind: str) -> None:
     for said in POOL.run(newcomer, 2, kind):
         assert f"parts.unused had no gradient before {kind} froze the variance" in said
-        assert "before step 10" in said
+        assert "unknown in step 10" in said

@@ -1,8 +1,8 @@
 """1-bit Adam, and the base classes that it shares with 1-bit LAMB and 0/1 Adam.
 
-[Note: state of one rank] Between two steps most of the state of such a rule is equal on all ranks. The
-compression errors differ between ranks, and during local steps also the ranks' movements. Both are saved for
-each rank, and can be restored on the same rank of the same world size only.
+[Note: state of one rank] Between two steps most state of these optimizers is equal on all ranks. The
+compression errors differ between ranks, and during local steps the ranks' movements differ as well. Both are
+saved for each rank, and can be restored on the same rank of the same world size only.
 """
 
 import logging
@@ -28,13 +28,13 @@ Options = Mapping[str, Any]  # of a parameter group
 MASK = "exp_avg_mask"
 FIXED = {  # DeepSpeed's options that must be off, and why
     "max_grad_norm": "it does not clip. Use gradient_clipping, or Settings(clip=...)",
-    "amsgrad": "one-bit averages do not tell the largest variance so far",
+    "amsgrad": "not every step updates the variance, so its maximum would be unknown",
     "cuda_aware": "torch.distributed detects what its MPI can send",
 }
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that averages over the ranks itself. It can be stepped by an engine only."""
+    """An optimizer that averages gradients or momenta itself. Only an engine can step it."""
 
     zero_full_stages: tuple[int, ...] = (0,)  # supported ZeRO stages
     shards_variance = False  # whether the variance is sharded, at stage 1
@@ -154,7 +154,8 @@ MADE_FOR = "made_for"
 SAVED_ERRORS = {"worker_error": "worker", "server_error": "server", MADE_FOR: MADE_FOR}
 NEW_RUN = (
     "Save a checkpoint, and load it with drop_errors=True in a new run that trains the parameter when "
-    "initialize is called. Use a later var_freeze_step there, if it would have few exact gradients until then"
+    "initialize is called. Use a later var_freeze_step there, if the parameter would have few exact "
+    "gradients before it"
 )
 
 
@@ -193,7 +194,7 @@ class OneBitStep(Stepper):
                 "(load_optimizer_states=False) in a new run that trains the parameter from the beginning"
             )
         if self.errors is not None or self.loaded or self.ranks_differ:
-            return f"the compression errors of {self.name} have no place for the parameter. {NEW_RUN}"
+            return f"the compression errors of {self.name} were laid out without the parameter. {NEW_RUN}"
         return ""
 
     @property
@@ -295,9 +296,9 @@ class OneBitStep(Stepper):
         late = [piece.name for piece in pieces if not self._updates(piece)]
         if late:
             raise RuntimeError(
-                f"{listed(late)} had no gradient before {self.name} froze the variance, which was before "
-                f"step {self.steps + 1}. Without a variance its step size is unknown. Train it from the "
-                f"beginning, or increase {self.warmup_option}"
+                f"{listed(late)} had no gradient before {self.name} froze the variance, so its step size is "
+                f"unknown in step {self.steps + 1}. Train it from the beginning, or increase "
+                f"{self.warmup_option}"
             )
         self.warn_of_few_updates()
 
@@ -354,6 +355,7 @@ class OneBitStep(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and facts for the checks before a load: equal on every rank."""
+        # "learning" is the warm-up, in which the variance is learned: the key of earlier checkpoints.
         facts = {"layout": self._digest(), "learning": self.warmup_steps}
         return {"steps": self.steps, "errors_of": self.errors_of, **facts}
 
@@ -537,6 +539,7 @@ class OneBitAdamStep(OneBitStep):
     def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
         mean = self.average(self.newest_momenta(pieces, factor), "momentum")
         for piece, state, part in self.parts_with_state(mean):
+            # One bit cannot encode zero: without this, elements that never had a gradient would move.
             state["exp_avg"].copy_(part).mul_(state["exp_avg_sq"] > 0)
             state["step"] += 1
             step_along_momentum(piece, state, group := self.group_of(piece), denominator(state, group))
