@@ -38,7 +38,7 @@ CGROUP_V1 = CgroupFiles(
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit on the memory of some processes."""
+    """A limit on the memory that the processes with this `shared_by` use together."""
 
     name: str  # for a message
     shared_by: str  # equal for all processes that share the limit
@@ -90,10 +90,10 @@ def memory_limits(host: str, root: Path = ROOT) -> Iterator[Limit]:
 def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
     """Yield the limits of this process's control group and of its visible ancestors."""
     try:
-        around = str((root / "proc/self/ns/cgroup").readlink())
+        namespace = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
-        around = ""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+        namespace = ""
+    for line in _text(root / "proc/self/cgroup").splitlines():  # number:controllers:path
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         files = CGROUP_V2 if number == "0" else CGROUP_V1 if "memory" in controllers.split(",") else None
@@ -105,7 +105,7 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
             if limit is not None and used is not None:
                 group = f"control group /{place.relative_to(base).as_posix().strip('.')}"
                 # Without a namespace a container sees its own group as the outermost, whatever its path is.
-                shared_by = f"{host} {around} {place} {path if place == base else ''}"
+                shared_by = f"{host} {namespace} {place} {path if place == base else ''}"
                 name = f"{group}: limit {gib(limit)}, in use {gib(used)}"
                 yield Limit(name, shared_by, max(0, limit - used), "give the container more memory")
 

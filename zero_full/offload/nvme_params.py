@@ -87,7 +87,7 @@ class BufferPool:
         return Buffer(memory, arena, numel)
 
     def give(self, buffer: Buffer) -> None:
-        """Return a buffer, which only the copy behind `buffer.copied` may still read."""
+        """Give a buffer back to the pool. Only the copy behind `buffer.copied` may still read it."""
         with self.lock:
             if self.numel <= self.limit:
                 self.free.append(buffer)

@@ -180,7 +180,7 @@ def own_and_made(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def copied(value: Any) -> Any:
-    """Return an independent copy."""
+    """Return an independent copy of a tensor or another value of a state dict."""
     return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 

@@ -190,7 +190,7 @@ class Contents:
             yield Chunk(state_key(keys[id(piece)], entry), tuple(piece.shape), start, _flat(values))
 
     def own(self, rank: int) -> Iterator[Chunk]:
-        """Yield the state of this rank alone."""
+        """Yield the state that only this rank has, such as compression errors."""
         for name, tensor in self.stepper.own_tensors().items():
             yield Chunk(f"{OWN}/{rank}/{name}", tuple(tensor.shape), 0, _flat(tensor))
 

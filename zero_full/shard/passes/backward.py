@@ -49,9 +49,9 @@ class Accumulation:
         self._plain_divisor, self._is_decided = plain_divisor, is_decided
         self.micro_steps = 0  # micro-batches so far
         self.boundary: bool | None = None  # of the current micro-batch, set by user code; None: by counting
-        self._was_denied = False  # user code has set `boundary` to False since the last step
+        self._was_set_false = False  # user code has set `boundary` to False since the last step
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
-        self._plain_losses = 0  # of these, from a plain `loss.backward()`: not divided by the micro-batches
+        self._plain_losses = 0  # number of these from a plain `loss.backward()`, which did not divide them
         self._lacks_loss = False  # a loss of this step is unknown
 
     def is_boundary(self) -> bool:
@@ -63,15 +63,15 @@ class Accumulation:
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the current micro-batch is the step's last; None: go back to counting."""
         self.boundary = is_boundary
-        self._was_denied = self._was_denied or is_boundary is False
+        self._was_set_false = self._was_set_false or is_boundary is False
 
     def end_step(self) -> None:
         """End a step: forget that `set_boundary` was called with False."""
-        self._was_denied = False
+        self._was_set_false = False
 
     def adds_up(self) -> bool:
         """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
-        return self.micro_batches > 1 or not self.managed or self._was_denied
+        return self.micro_batches > 1 or not self.managed or self._was_set_false
 
     def plain_divisor(self) -> float:
         """Return the divisor of gradients of a plain `loss.backward()`; raise if it is not configured."""
@@ -103,6 +103,7 @@ class Accumulation:
 
     def step_loss(self) -> Tensor | None:
         """Return this step's loss on this rank, the mean over its micro-batches; None if unknown."""
+        # Losses of the engine's `backward` are divided already, so that their sum is the mean.
         return None if self._lacks_loss or self.loss is None else self.loss / max(1, self._plain_losses)
 
     def forget_losses(self) -> None:
@@ -121,7 +122,8 @@ class BackwardPass:
         self.at_end: list[Callable[[], None]] = []
         self.running = False
         self.failed = False  # the last pass has raised
-        # The pass is the step's last (accumulation boundary). Before any pass: as other ranks' first pass.
+        # The pass is the step's last (accumulation boundary). A rank without any pass steps with the others,
+        # so it begins with the value that their last pass has.
         self.is_boundary = accumulation.managed
         self.count = 0  # number of passes that produced gradients
         self.divided = False  # the loss was divided by the number of micro-batches...

@@ -361,7 +361,7 @@ class PartsAgreement:
         self.batches = 0.0  # not 0: `tensor` ranks have different gradients
 
     def add_up(self, head: Tensor, diverges: Tensor, mine: Contribution) -> Tensor:
-        """Sum `head` over the parts, and compare them. Every rank must call this."""
+        """Sum the vector's `head` over the parts, and compare the parts. Every rank must call this."""
         self.actions = {key: value for key, value in mine.actions if self._is_equal_everywhere(key)}
         if mine.repeated_writes and not self.has_stages:
             self.actions["parameters written that are not cut"] = mine.repeated_writes

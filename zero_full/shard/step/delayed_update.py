@@ -68,7 +68,8 @@ class DelayedUpdates:
         self.taken: int | None = None  # updates until now; None: look it up in the optimizer's state
         self.gradient_copies: dict[TrainedGroup, Tensor] = {}  # copies of the gradients of the current update
         self.broken = ""  # the message of the failure after which no update can be made
-        state.settled = partial(_wait, weakref.ref(self))  # weak: a deepcopy of the state copies no run
+        # Called before the state is read. Weak, so that a deepcopy of the state does not copy the run.
+        state.settled = partial(_wait, weakref.ref(self))
 
     def check(self, stepper: Stepper) -> None:
         """Raise ValueError if this stepper cannot run in the background."""
@@ -112,8 +113,8 @@ class DelayedUpdates:
     def _pieces(self, group: TrainedGroup, stepper: Stepper, used: Container[Member]) -> Iterator[Piece]:
         """Yield a group's pieces with copies of their gradients, which later passes do not overwrite.
 
-        If parameters are on the host, too, the stepper must not write their rounded copies: forward is using
-        them. They follow in `take`.
+        If the parameters are on the host as well, the stepper must not write to them, because forward is
+        using them: `take` copies the new values.
         """
         master = group.master
         group.gradients.check_dense()
@@ -121,11 +122,11 @@ class DelayedUpdates:
         for member, piece in master.pieces.items():
             if any(piece is each for each in fetched):
                 assert piece.gradient is not None
-                gradient = self._kept(group, member, piece.gradient)
+                gradient = self._copy_of(group, member, piece.gradient)
                 yield replace(piece, gradient=gradient, state=self.base.state[piece.master])
             piece.gradient = piece.copy = None
 
-    def _kept(self, group: TrainedGroup, member: Member, gradient: Tensor) -> Tensor:
+    def _copy_of(self, group: TrainedGroup, member: Member, gradient: Tensor) -> Tensor:
         """Copy a gradient into memory that is allocated once and reused in every step."""
         room = self.gradient_copies.get(group)
         if room is None or room.dtype != gradient.dtype:
@@ -138,6 +139,7 @@ class DelayedUpdates:
         return place.copy_(gradient.reshape(place.shape))
 
     def _mark(self, group: TrainedGroup) -> Tensor | None:
+        """Return the column sums of a slice of the parameters, which show later writes by user code."""
         if group.master.copy_threads is not None:
             return group.master.published
         return None if group.parameters.released_at_rest else column_sums(group.parameters.shard)
