@@ -334,7 +334,7 @@ def logged(comm: Any) -> tuple[list[str], float]:
         engine = engine_of(steps_per_print=2)
         if engine.reporting is not None:  # on the first rank
             engine.reporting.meter.clock = iter(range(3)).__next__  # a second from one look to the next
-            engine.reporting.lines = Lap(engine.reporting.meter)
+            engine.reporting.line_lap = Lap(engine.reporting.meter)
         losses = train(engine, 2)
         engine.destroy()
     finally:

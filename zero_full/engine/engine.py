@@ -649,7 +649,7 @@ class Engine(DeepSpeedQueries):
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
     def _follow_profiler(self) -> None:
-        """Begin to make named ranges for a profiler that has started, or end with it."""
+        """Start to make named ranges when a profiler has started, and stop when it has ended."""
         self._timed = self.stopwatch.phases()
         if self._ranges is None:
             self._ranges = ProfilerRanges(self.optimizer)

@@ -27,7 +27,8 @@ class Reporting:
     ) -> None:
         self.meter, self.device, self.read = meter, device, read
         self.steps_per_print = config.steps_per_print or 0
-        self.lines, self.entries = Lap(meter), Lap(meter)
+        # Log lines and monitors are written at different steps, so each have means over their own steps.
+        self.line_lap, self.monitor_lap = Lap(meter), Lap(meter)
         self.steps_per_monitor = config.steps_per_monitor
         self.monitors: Monitors | None = None
 
@@ -35,7 +36,7 @@ class Reporting:
         """Log and write the lines due after step number `step`; `skipped` steps of the run overflowed."""
         self._log_step(step, skipped)
         if self.monitors is not None and step % self.steps_per_monitor == 0:
-            self.monitors.write(self.read(self.entries.end()))
+            self.monitors.write(self.read(self.monitor_lap.end()))
 
     def close(self) -> None:
         """Close the monitors."""
@@ -48,7 +49,7 @@ class Reporting:
             return
         # Reading the loss waits for the device, so the clock is read afterwards.
         loss = self.meter.loss()
-        means = self.lines.end()
+        means = self.line_lap.end()
         if self.steps_per_print:
             _show(f"step {step}: {', '.join(self._parts(loss, means, skipped))}")
         if is_timed:
@@ -83,12 +84,13 @@ class Reporting:
 
 def _is_configured() -> bool:
     """Return whether the script has configured logging: by a handler, or by a level."""
+    # WARNING is the default level of the root logger.
     return log.hasHandlers() or log.level != logging.NOTSET or logging.root.level != logging.WARNING
 
 
 def _is_shown() -> bool:
     """Return whether a line of progress is shown: by default, unless the script's logging drops it."""
-    if not _is_configured():
+    if not _is_configured():  # logging's default level hides INFO, but was not chosen by the script
         return log.manager.disable < logging.INFO
     return log.isEnabledFor(logging.INFO)
 

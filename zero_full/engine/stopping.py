@@ -42,7 +42,7 @@ class Stopping:
         self.save_dir, self.tag, self.client_state = save_dir, tag, client_state
 
     def watch(self, signals: Iterable[int]) -> None:
-        """Note these signals from now on, in place of their handlers."""
+        """Replace the handlers of these signals by one that notes the signal."""
         purpose = f"to save in {self.save_dir}" + (f" as {self.tag}" if self.tag else "")
         self.optimizer.signals.watch(signals, purpose)
 
