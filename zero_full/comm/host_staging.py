@@ -23,7 +23,7 @@ ALIGNMENT = 64  # bytes: where the fields of the staging buffer begin
 
 
 class StagedPart(NamedTuple):
-    """A part of a tensor on the device, and in which directions it is copied."""
+    """A part of a tensor on the device, to be copied to the host, from the host, or both."""
 
     tensor: Tensor
     to_host: bool

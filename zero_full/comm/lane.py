@@ -113,13 +113,13 @@ class LazyLane(_HostLane):
 
     def __init__(self) -> None:
         self.waiting: deque[Job] = deque()
-        self.begun = self.done = 0
+        self.submitted = self.done = 0  # numbers of jobs
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job."""
         self.waiting.append(job)
-        self.begun += 1
-        return _LazyJob(self, self.begun)
+        self.submitted += 1
+        return _LazyJob(self, self.submitted)
 
     def run(self, until: int) -> None:
         """Run the queued jobs in order, up to the job with the number `until`."""

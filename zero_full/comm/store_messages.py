@@ -27,7 +27,7 @@ def longest_timeout(groups: Sequence[Communicator]) -> float:
 
 
 class StoreMessages:
-    """Messages that some ranks exchange for one purpose, through the store."""
+    """Text messages between the ranks of a group, through the store, in keys of their own."""
 
     def __init__(self, topic: str, ranks: Sequence[int], on_poll: Callable[[], None]) -> None:
         """`on_poll` is called repeatedly while this rank waits. An exception from it ends the wait."""

@@ -61,7 +61,7 @@ class Topology:
     expert_data: dist.ProcessGroup | None = None
     is_expert: Predicate = marked_as_expert
     is_split: Predicate = marked_as_split
-    is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
+    is_copy: Callable[..., bool] = no_copy  # True: another rank of `pipe` counts and saves the tensor
     opened: tuple[dist.ProcessGroup, ...] = ()  # opened for this topology: its engine closes them
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Topology:
             if role is None or role in groups:
                 raise ValueError(f"mesh dimension {name!r} is unknown or repeated; known: {_known_names()}")
             groups[role] = mesh.get_group(name)
-        if "shard" in groups and "replicate" not in groups:
+        if "shard" in groups and "replicate" not in groups:  # one dimension shards over all ranks
             groups["data"] = groups.pop("shard")
         elif "replicate" in groups and "shard" not in groups:
             raise ValueError("a mesh with a 'replicate' dimension also needs a 'shard' dimension")
