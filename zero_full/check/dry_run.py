@@ -25,7 +25,7 @@ MAX_NODE_RANKS = 8  # largest secondary partition (zero_hpz_partition_size) to s
 
 
 def without_auto(config: Config) -> Config:
-    """Return a configuration in which stand-ins have replaced "auto", where the schema lets it pass."""
+    """Return a configuration in which stand-ins have replaced "auto", where the schema accepts any text."""
     given = config.model_dump(exclude_unset=True)
     return Config(**fill_auto(given, {key: STAND_INS[key] for key in auto_keys(given) if key in STAND_INS}))
 

@@ -54,7 +54,7 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
     if not directory.is_dir():
         raise MeasureError(f"{place} is not a directory. Pass a directory on the disk to measure")
     if not (hasattr(os, "preadv") and hasattr(os, "fdatasync")):
-        raise MeasureError(f"{place} cannot be measured: only Linux has the system calls for it")
+        raise MeasureError(f"{place} cannot be measured on this system, only on Linux. Omit the directory")
     try:
         how = describe(directory)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file, BlockIO() as io:

@@ -49,7 +49,7 @@ def _free(device: torch.device) -> Iterator[tuple[str, int]]:
 
 
 def _least(everyone: Sequence[Communicator], mine: list[tuple[str, int]]) -> int:
-    """Return the least share of a limit over all ranks."""
+    """Return the smallest share of free memory that any limit leaves to a rank, over all ranks."""
     limits = [mine]
     for ranks in everyone:
         limits = [one for each in ranks.gather_objects(limits, "free memory") for one in each]

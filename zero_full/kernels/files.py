@@ -173,7 +173,9 @@ class CompiledThreads:
         array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
         number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
         if number == NO_MEMORY:
-            raise MemoryError("not enough memory to queue another transfer")
+            raise MemoryError(
+                "not enough host memory to queue another read or write of a file. Leave more of it free"
+            )
         if number < 0:
             raise RuntimeError("the process is ending: no new transfers")
         return number

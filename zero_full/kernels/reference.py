@@ -222,7 +222,7 @@ def _lamb_update(
 
 
 def _wide(p: Tensor) -> torch.dtype:
-    """Return the dtype of computation for a master."""
+    """Return the dtype in which a master is updated: fp32, or fp64 for fp64."""
     return torch.promote_types(p.dtype, torch.float32)
 
 

@@ -232,7 +232,7 @@ class Stage(PipelineStage):
 
 
 def _nothing() -> None:
-    """Take the place of a weight's backward after a failure."""
+    """Do nothing, in place of the backward of weights after a failure."""
 
 
 def find_handover(chunk: StageLayers, inputs: Any) -> Handover:

@@ -72,7 +72,7 @@ def _of_one_stage(stage: int, ahead: int, micro_batches: int) -> list[Operation]
 
 
 def _no_loss(output: Any, number: Any) -> Any:
-    """Take the place of the loss of a schedule that never runs."""
+    """Return the output, in place of a loss, for a schedule that never runs."""
     return output
 
 

@@ -208,7 +208,7 @@ def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequenc
 
 
 def _untimed(phase: str) -> AbstractContextManager[None]:
-    """Take the place of a timer of forward and backward."""
+    """Return a context that does nothing, in place of a timer of forward and backward."""
     return nullcontext()
 
 

@@ -102,7 +102,7 @@ def _plans(
 
 
 def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[Resolved]:
-    """Return the configuration at each of these stages up to `highest`; None: as it is."""
+    """Return the configuration at each of these stages up to `highest`; None: at its own stage."""
     return [resolved] if stages is None else [_at_stage(resolved, each) for each in stages if each <= highest]
 
 

@@ -35,12 +35,12 @@ def tag_of(number: int) -> str:
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a checkpoint is one of these folders, and not a file of Lightning's."""
+    """Return whether a checkpoint is a folder of this strategy, and not a file of Lightning's."""
     return Path(path).is_dir()
 
 
 def save(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
-    """Save the engines, and `others` of the first rank. Every rank must call this."""
+    """Save the engines, and the first rank's `others`: values of Lightning. Every rank must call this."""
     state = {KEY: torch.frombuffer(bytearray(_pickled(others)), dtype=torch.uint8)}
     for number, engine in reversed([*enumerate(engines)]):  # `latest` names the first one, when all are there
         engine.save_checkpoint(

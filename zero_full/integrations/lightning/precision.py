@@ -59,7 +59,7 @@ class Conversions:
             torch.set_default_dtype(usual)
 
     def module_init_context(self) -> Any:
-        """Make new modules like new tensors."""
+        """Make the parameters of new modules in the dtype of `tensor_init_context`."""
         return self.tensor_init_context()
 
 

@@ -64,7 +64,7 @@ class ZeroStrategy(Arguments, DDPStrategy):
 
     @property
     def checkpoint_io(self) -> Any:
-        """Reads files of other strategies. Checkpoints of this one are written by the engine."""
+        """The plugin that reads files of other strategies. The engine writes checkpoints of this one."""
         return TorchCheckpointIO()
 
     @checkpoint_io.setter
@@ -208,12 +208,12 @@ class ZeroStrategy(Arguments, DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Load after the engines are made: each rank reads its own shards."""
+        """True: checkpoints are loaded once the engines are made, as each rank reads its own shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Load optimizer state from Lightning's dictionary, if it is from a file of another strategy."""
+        """Whether Lightning restores optimizer state: from a file of another strategy only."""
         return self._loads_file
 
     _loads_file = False
