@@ -30,7 +30,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a sharded run. Options that DeepSpeed has, too, have its defaults."""
+    """Options of a sharded run. Options that DeepSpeed also has have its defaults."""
 
     stage: int = 1
     dtypes: Dtypes = field(default_factory=Dtypes)

@@ -107,7 +107,7 @@ class InlineStreamLane(InlineLane):
 
 
 class LazyLane(_HostLane):
-    """For plans on the meta device: runs a job only when it is waited for, which uses the most memory."""
+    """Lane for plans on the meta device: runs a job when it is waited for, which uses the most memory."""
 
     stops_host = False
 

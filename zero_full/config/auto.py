@@ -86,7 +86,7 @@ def _filled(section: Mapping[str, Any], values: Mapping[str, Any], prefix: str) 
 def drop_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a configuration without the keys that are "auto", so that they have their defaults.
 
-    DeepSpeed treats an "auto" that nobody has filled in like this.
+    DeepSpeed treats an "auto" that was not filled in like this.
     """
     return {
         name: drop_auto(value) if isinstance(value, Mapping) else value

@@ -1,6 +1,6 @@
 """Parse JSON with comments and trailing commas into objects and their positions.
 
-DeepSpeed reads such files, too. Python's json reports positions of syntax errors only, and most mistakes in a
+DeepSpeed also reads such files. Python's json reports positions of syntax errors only, and most mistakes in a
 configuration are of another kind. `site/docs/assets/js/config_read.js` is the same parser for the website's
 configuration checker, and tests compare the two.
 """

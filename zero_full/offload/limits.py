@@ -104,7 +104,7 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
             limit, used = _number(place / files.limit), _used(place, files)
             if limit is not None and used is not None:
                 group = f"control group /{place.relative_to(base).as_posix().strip('.')}"
-                # Without a namespace a container sees its own group as the outermost, whatever its path is.
+                # Without a namespace a container sees its own group as the outermost, with any path.
                 shared_by = f"{host} {namespace} {place} {path if place == base else ''}"
                 name = f"{group}: limit {gib(limit)}, in use {gib(used)}"
                 yield Limit(name, shared_by, max(0, limit - used), "give the container more memory")

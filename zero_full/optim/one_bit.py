@@ -34,7 +34,7 @@ FIXED = {  # DeepSpeed's options that must be off, and why
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that averages gradients or momenta itself. Only an engine can step it."""
+    """An optimizer that averages over the ranks itself, gradients or momenta. Only an engine can step it."""
 
     zero_full_stages: tuple[int, ...] = (0,)  # supported ZeRO stages
     shards_variance = False  # whether the variance is sharded, at stage 1

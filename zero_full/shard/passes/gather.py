@@ -421,8 +421,8 @@ class ParameterGatherer:
     def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:
         """Hook the outputs that backward reaches, and find those that are views of parameters.
 
-        Other modules read such a view, so from now on the root gathers its parameters, too. Returns whether
-        any output got a hook.
+        Other modules read such a view, so from now on the root gathers its parameters as well. Returns
+        whether any output got a hook.
         """
         is_watched, storages = False, set()
         for tensor in outputs:

@@ -75,7 +75,7 @@ class Contribution:
     stops: bool  # this rank has received a signal to stop
     alarm: bool  # this rank knows that background work has failed
     averaged: bool = True  # False: the gradients are each rank's own
-    needs_norm: bool = False  # for this exchange, whatever the settings need
+    needs_norm: bool = False  # for this exchange, even if the settings need none
     by_hand: HandWritten = field(default_factory=HandWritten)
     late: int = 0  # groups with gradients that must still be reduced
     changed: Sequence[Tensor] = ()  # bools on the device: user code has written to a slice of parameters
@@ -341,8 +341,8 @@ class PartsAgreement:
 
     [Note: parts of a model] Each pair of process groups compares its own ranks. Here all others learn that
     the ranks of a pair diverge, and what must be equal on all parts is compared: loss scale, clipping and
-    failures. Ranks of `tensor` have the same parameters, so their learning rates and other options are
-    compared, too. Pipeline stages may have their own.
+    failures. Ranks of `tensor` have the same parameters, so their learning rates and other options
+    must be equal as well. Pipeline stages may have their own.
 
     Parameters that tensor parallelism has not cut have the same gradients on all `tensor` ranks, if these got
     the same batch. So the squared norm of these gradients is compared, within a tolerance.

@@ -497,7 +497,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def _count(self, decision: Decision, scale: float) -> None:
         """Record a step that was applied or skipped, and update a dynamic loss scale."""
-        self.unfinished.change()  # a skipped step, too, changes the loss scale and counters
+        self.unfinished.change()  # a skipped step also changes the loss scale and counters
         self.last = StepReport(decision.applies, decision.norm, scale, decision.clip)
         self.gradients.next_clip = None
         self.gradients.end_step()
