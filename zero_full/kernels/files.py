@@ -177,7 +177,7 @@ class CompiledThreads:
                 "not enough host memory to queue another read or write of a file. Leave more of it free"
             )
         if number < 0:
-            raise RuntimeError("the process is ending: no new transfers")
+            raise RuntimeError("the process is ending: files can no longer be read or written")
         return number
 
     def finish(self, started: int) -> Failure:

@@ -157,7 +157,10 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
             "another device, or a single rank"
         )
     if topology.shard is not None and not settings.cuts_state:
-        raise ValueError("stage 0 shards nothing. Use stage 1, 2 or 3, or remove `shard` and `replicate`")
+        raise ValueError(
+            "stage 0 shards nothing, but the topology has `shard` and `replicate` groups. Use stage 1, 2 "
+            "or 3, or omit these groups"
+        )
     connection = replace(connection, given=topology.opened)
     dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None
