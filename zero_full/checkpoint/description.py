@@ -34,7 +34,7 @@ class DescribedTensor:
 
 
 class Described(Protocol):
-    """What `inspect` shows of a checkpoint. `Source` explains the members."""
+    """Interface of a checkpoint's description for `inspect`. `Source` explains the members."""
 
     @property
     def path(self) -> Path:
@@ -42,7 +42,7 @@ class Described(Protocol):
 
     @property
     def kind(self) -> str:
-        """The writer."""
+        """The writer and its format, such as "zero_full" or "DeepSpeed, stage 2"."""
 
     @property
     def tensors(self) -> Mapping[str, DescribedTensor]:
@@ -108,7 +108,7 @@ def _rank(folder: Path, name: str, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_of_pieces(pieces: Iterable[Any]) -> DescribedTensor:
-    """Return the tensor of these pieces. Raises ValueError if they leave gaps or disagree."""
+    """Return the tensor that is stored in these pieces. Raises ValueError if they leave gaps or disagree."""
     [(code, shape)] = {(code, tuple(shape)) for code, shape, *_ in pieces}
     position = 0
     for _, _, start, numel, _ in sorted(pieces, key=lambda piece: (piece[2], piece[3])):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class ElementType(NamedTuple):
-    """A type of elements."""
+    """The dtype of a stored tensor, described without torch."""
 
     name: str  # of torch's dtype
     itemsize: int  # bytes

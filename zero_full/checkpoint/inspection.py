@@ -222,7 +222,7 @@ def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> 
 
 
 def fitted(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Format rows, of which the first is the header, as a table, or as texts if the terminal is narrow."""
+    """Format a header and rows as a table; on a narrow terminal each row as a name and a text."""
     lines, (header, *others) = aligned(rows, right=True), rows
     if max(map(len, lines)) <= terminal_width():
         return lines

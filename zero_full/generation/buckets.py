@@ -226,7 +226,10 @@ class SplitSparseTensor(SplitTensor):
     def of_changes(
         source: FlatSource, member: Member, changes: ChangedElements, counts: Sequence[Sequence[int]]
     ) -> "SplitSparseTensor":
-        """Return the part. `counts`: of each data rank, for each tensor-parallel rank."""
+        """Return the bucket part of a cut DTensor's changed elements.
+
+        `counts`: of each data rank, for each tensor-parallel rank.
+        """
         across, block, size = source.across, member.block, source.dtype.itemsize
         assert across is not None and block is not None
         inner = SparseTensor.of(source, member, changes, counts[across.rank])

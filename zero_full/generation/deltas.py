@@ -141,7 +141,7 @@ class Deltas:
         call: str,
         base: int,
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """Yield (name, indices or None, values). Changes are handed over once the caller reaches the end.
+        """Yield the changes: (name, indices or None, values). They count once the caller reaches the end.
 
         Iterators take turns: of two at once, the second one's receiver would lack what the first one's gets.
         """
@@ -184,7 +184,7 @@ class Deltas:
         call: str,
         sums: dict[str, Tensor],
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """Yield the changes of tensors that are handed over as they are. Adds to `sums`."""
+        """Yield the changes of all tensors except base weights with adapters. Adds to `sums`."""
         begin(self.optimizer, call)
         with torch.no_grad():
             counts = self._counts(sources)
@@ -199,7 +199,7 @@ class Deltas:
         yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
 
     def _others(self, others: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> Iterator[BucketPart]:
-        """Yield the parts of the tensors outside of flat buffers whose sums are not those handed over."""
+        """Yield the parts of tensors outside of flat buffers that changed since they were handed over."""
         new, tensor_ranks = {name: not self._is_known(name, sums[name]) for name in others}, None
         if others and (tensor_ranks := self.optimizer.groups.tensor) is not None:
             flags = torch.tensor([*new.values()], dtype=torch.int64, device=tensor_ranks.device)

@@ -296,7 +296,7 @@ class PipelineModule(nn.Module):
             )
 
     def _check_arguments(self) -> None:
-        """Raise ValueError if a layer of this rank has a parameter that a layer of another stage gets, too.
+        """Raise ValueError if a layer of this rank has a parameter that a layer of another stage also gets.
 
         Arguments of a LayerSpec may be modules. Classes may use them, or copy them: only built layers tell.
         """
@@ -445,7 +445,7 @@ def _owned(spec: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _globals_of(function: Any) -> list[Any]:
-    """Return the modules and parameters that are global variables which a function reads."""
+    """Return the modules and parameters among the global variables that a function reads."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     if code is None:
         return []

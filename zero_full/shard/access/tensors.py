@@ -273,7 +273,7 @@ def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
 
 
 def _known(place: ParameterPlace, mine: Any, what: str) -> list[Any]:
-    """Return what all ranks know that have a part of the parameter. They must call this."""
+    """Gather `mine` from all ranks that have a part of the parameter. They must call this."""
     known = place.group.ranks.gather_objects(mine, what)
     tensor = place.optimizer.groups.tensor
     if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty

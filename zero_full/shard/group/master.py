@@ -233,7 +233,7 @@ class Master:
         return None
 
     def _end_changes(self, changes: ChangedElements) -> None:
-        """Compare the observed slice after a step with the one before it, while both are there."""
+        """Compare the observed slice after a step with the one before it, while both are in memory."""
         if self._observes_master(changes):
             changes.compare(None, self.values)
             changes.note_sums(self.values)
