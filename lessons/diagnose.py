@@ -12,7 +12,7 @@ SAID = {
     "alone": "each rank has its own: nothing was exchanged",
     "sum": "it is {world} times too much: the sum over {world} ranks, where the mean was asked",
     "mean of the mean": "it is 1/{world} of what it should be: divided by the number of ranks once too often",
-    "last only": "it is 1/{micro} of what it should be: the last of {micro} micro-batches, not their sum",
+    "last only": "it is 1/{micro} of what it should be: one micro-batch, or their mean, not their sum",
     "ratio": "every number is {ratio} times what it should be",
     "sign": "every number has the wrong sign",
     "does not happen": "it does not happen: {missing}",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,15 @@ class Facts:
 
     def __str__(self) -> str:
         return f"{self.what}: expected {shown(self.expected)}, got {shown(self.got)}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Which task is wrong, the line that first shows it, and the difference in words."""
+
+    task: str
+    place: tuple[Path, int] | None
+    words: str
 
 
 class WrongError(AssertionError):

@@ -84,9 +84,9 @@ def tasks_named(lesson: Lesson, test: str) -> list[str]:
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     """The exercises in which this line of a learner's file lies, or at least in whose function."""
     (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]
-    here = _function_at(work.read_text(encoding="utf-8"), line)
+    here = function_at(work.read_text(encoding="utf-8"), line)
     source = answer.read_text(encoding="utf-8")
-    found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
+    found = [(x.task, function_at(source, x.first + 1)) for x in task_regions(source)]
     near = [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
     text = work.read_text(encoding="utf-8")
     inside = [task for task, lines in written(lesson, answer, text).items() if line - 1 in lines]
@@ -107,7 +107,7 @@ def written(lesson: Lesson, answer: Path, work: str) -> dict[str, range]:
     return found
 
 
-def _function_at(source: str, line: int) -> str:
+def function_at(source: str, line: int) -> str:
     """The innermost function around a line, by its name and those of what it stands in."""
     around = [
         node

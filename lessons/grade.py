@@ -40,8 +40,10 @@ class Said:
         return next((record["collected"] for record in self.records if "collected" in record), [])
 
     def of(self, claim: str) -> Record | None:
-        """What was said of a claim, if it was judged."""
-        return next((record for record in self.records if record.get("test") == claim), None)
+        """What was said of a claim, if it was judged; later evidence says it better."""
+        found = next((record for record in self.records if record.get("test") == claim), None)
+        better = next((record for record in self.records if record.get("evidence") == claim), None)
+        return {**found, "diagnosis": better["diagnosis"]} if found and better else found
 
     @property
     def contract(self) -> Record | None:

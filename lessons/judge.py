@@ -7,24 +7,29 @@ if __name__ == "__main__":
     interrupt.end_silently()
 replace.install()
 
+import contextlib
 import importlib
+import io
 import json
 import sys
 import textwrap
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch  # noqa: F401  it takes seconds, which are not the learner's
+import torch  # it takes seconds, which are not the learner's
 
-from lessons.exercise import blank_in, find_lesson
+from lessons.exercise import blank_in, find_lesson, tasks_named
+from lessons.first_difference import find
 from lessons.last_words import Watch
 from lessons.registry import IN_ORDER, RELEASED, ROOT, Lesson
-from lessons.verdict import Failure, failure_of, verdict
+from lessons.verdict import Failure, Verdict, failure_of, verdict
 
 FAILED = 1
+LONG = 2.0  # seconds: a failure that took longer is not run again for evidence
 QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
 
 
@@ -35,7 +40,7 @@ class Reporter:
         self, watch: Watch, works: list[Path], dots: bool = False, lesson: Lesson | None = None
     ) -> None:
         self.watch, self.works, self.dots, self.lesson = watch, works, dots, lesson
-        self.passed = 0
+        self.passed, self.held = 0, ""  # how many tests passed, and the last of them
         self.not_judged: dict[str, str] = {}  # in a release: tests that need what a later lesson builds
         self.failures: list[Failure] = []
 
@@ -54,7 +59,7 @@ class Reporter:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Pytest calls this after each phase of each test."""
         if report.passed and report.when == "call":
-            self.passed += 1
+            self.passed, self.held = self.passed + 1, report.nodeid.rpartition("::")[2]
             if self.dots:
                 print(".", end="", flush=True)
 
@@ -77,7 +82,8 @@ class Reporter:
         """Pytest calls this when a test, or reading a file of them, raises."""
         if node.name in self.not_judged:
             return
-        self.failures.append(failure_of(node.name, call.excinfo.value, self.works))
+        error, took = call.excinfo.value, call.stop - call.start
+        self.failures.append(failure_of(node.name, error, self.works, node.nodeid, took))
 
 
 def run_tests(reporter: Reporter, *arguments: str) -> bool:
@@ -102,6 +108,33 @@ def run_contract(reporter: Reporter, lesson: Lesson) -> bool:
     return run_tests(reporter, "--impl", "mine", *lesson.tests, *oracles, *few, "-x")
 
 
+def judged(
+    lesson: Lesson, reporter: Reporter, blanks: Sequence[str] = (), failure: Failure | None = None
+) -> Verdict:
+    """What a failure means, the first or another one, with evidence from a run beside the answer."""
+    failure, evidence = failure or reporter.failures[0], None
+    unwritten = failure.error == "NotImplementedError"
+    if not unwritten and "::" in failure.node and failure.seconds < LONG:
+        options = [] if "tests/lessons/" in failure.node else ["--impl", "mine", *_options(lesson)]
+        options = options or ["--noconftest"]
+
+        def rerun() -> bool:
+            again = Reporter(reporter.watch, reporter.works)
+            torch.manual_seed(0)  # the same beginning for both
+            with contextlib.redirect_stdout(io.StringIO()):
+                return run_tests(again, str(ROOT / failure.node), *options)
+
+        evidence = find(lesson, failure.test, reporter.works, rerun)
+    held = reporter.held if failure is reporter.failures[-1] else ""
+    return verdict(lesson, failure, blanks, evidence, held)
+
+
+def _options(lesson: Lesson) -> list[str]:
+    """What stands behind the files in a lesson's tests."""
+    first = next((i for i, word in enumerate(lesson.tests) if word.startswith("--")), len(lesson.tests))
+    return list(lesson.tests[first:])
+
+
 def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
     reporter = Reporter(watch, works, dots=True, lesson=lesson)
@@ -112,7 +145,7 @@ def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) ->
     print()
     if not passed:
         print(f"passed: {reporter.passed} checks, then stopped at the first failure")
-        print(verdict(lesson, reporter.failures[0], blanks).text(lesson))
+        print(judged(lesson, reporter, blanks).text(lesson))
         if blanks:
             print(f"tasks still to do: {', '.join(blanks)}")
         return FAILED
@@ -193,6 +226,11 @@ def judge_claims(lesson: Lesson, works: list[Path], watch: Watch, file: Path) ->
             diagnosis=said[0] if said else None,
         )
         passed = with_all
+    firsts = {(tasks_named(lesson, each.test) or [""])[0]: each for each in reversed(recorder.failures)}
+    for failure in firsts.values():
+        seen = judged(lesson, recorder, failure=failure)
+        if seen.evidence is not None:
+            recorder.write(evidence=failure.test, diagnosis=seen.facts())
     return 0 if passed else FAILED
 
 

@@ -52,7 +52,7 @@ def install() -> bool:
 @contextmanager
 def swapped(wanted: Mapping[str, str]) -> Iterator[None]:
     """Inside the `with` these files stand for their modules; zero_min and the tests are imported anew."""
-    finder = _Finder(wanted)
+    finder, before = _Finder(wanted), os.environ.get(VARIABLE)
     _forget()
     sys.meta_path.insert(0, finder)
     os.environ.update(environment(wanted))
@@ -62,6 +62,8 @@ def swapped(wanted: Mapping[str, str]) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
         _forget()
 
 

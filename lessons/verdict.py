@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lessons.diagnose import Finding, of_error, of_facts
-from lessons.evidence import Facts, WrongError
+from lessons.evidence import Evidence, Facts, WrongError
 from lessons.exercise import shown, tasks, tasks_at, tasks_named
 from lessons.registry import Lesson
 
+VAGUE = ("other", "ratio", "too many bytes", "too few bytes", "raises", "refused", "memory", "length")
 EXPLAINS = re.compile(r"^<!-- explains: (.+) -->$", re.MULTILINE)
 
 
@@ -25,9 +26,13 @@ class Failure:
     facts: Facts | None = None
     misspelt: tuple[str, str] | None = None  # a name that does not exist, and one like it that does
     places: tuple[tuple[Path, int], ...] = ()  # lines of a learner's file that were running, innermost last
+    node: str = ""  # what pytest calls the test
+    seconds: float = 0.0  # that it took
 
 
-def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failure:
+def failure_of(
+    test: str, error: BaseException, works: Sequence[Path], node: str = "", seconds: float = 0.0
+) -> Failure:
     """Look through an exception and its causes, down to the one that a rank raised."""
     chain = [error]
     while chain[-1].__cause__ is not None:
@@ -36,7 +41,7 @@ def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failur
     places = tuple(place for each in chain for place in _lines_of(each, works))
     root = chain[-1]
     message = str(facts) if facts else str(root) or type(root).__name__
-    return Failure(test, type(root).__name__, message, facts, _misspelt(root, works), places)
+    return Failure(test, type(root).__name__, message, facts, _misspelt(root, works), places, node, seconds)
 
 
 def _misspelt(error: BaseException, works: Sequence[Path]) -> tuple[str, str] | None:
@@ -106,16 +111,32 @@ class Verdict:
     tasks: list[str]
     place: tuple[Path, int] | None
     paragraph: Paragraph | None
+    evidence: Evidence | None = None  # from a run beside the answer
+    held: str = ""  # the last claim that holds
+
+    @property
+    def means(self) -> str | None:
+        """What it means: a pattern that has a name, unless the evidence says it better."""
+        if self.finding is None or (self.evidence is not None and self.finding.mistake in VAGUE):
+            return None
+        return self.finding.words
 
     def text(self, lesson: Lesson) -> str:
         """All of it, for the terminal."""
         lines = [f"failed: {self.failure.test}", "", *(f"  {line}" for line in self._said()), ""]
-        if self.finding is not None:
-            lines.append(f"that is: {self.finding.words}")
+        if self.evidence is not None:
+            lines.append(f"first difference: {self.evidence.words}")
+        if self.means is not None:
+            guess = (
+                self.evidence is not None and self.finding is not None and self.finding.mistake == "lookalike"
+            )
+            lines.append(f"{'it looks as if' if guess else 'that is'}: {self.means}")
         if self.place is not None:
             work, number = self.place
             line = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
             lines.append(f"in {shown(work)}, line {number}: {line}")
+        if self.held:
+            lines.append(f"the last claim that holds: {self.held}")
         if self.paragraph is not None:
             lines.append(f"read: {self.paragraph}")
         one = self.tasks[0] if len(self.tasks) == 1 else f"TASK, where TASK is one of {', '.join(self.tasks)}"
@@ -127,7 +148,8 @@ class Verdict:
         return {
             "said": "\n".join(self._said()),
             "mistake": self.finding.mistake if self.finding else None,
-            "means": self.finding.words if self.finding else None,
+            "means": self.means,
+            "first_difference": self.evidence.words if self.evidence else None,
             "tasks": self.tasks,
             "file": work.name if work else None,
             "line": line,
@@ -139,8 +161,14 @@ class Verdict:
         return f"{named}{self.failure.message}".splitlines()[:14]
 
 
-def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Verdict:
-    """Name the mistake and its task: by the learner's line that was running, or else by the test's name."""
+def verdict(
+    lesson: Lesson,
+    failure: Failure,
+    blanks: Sequence[str] = (),
+    evidence: Evidence | None = None,
+    held: str = "",
+) -> Verdict:
+    """Name the mistake and its task: by the evidence, else by the line that was running, else by the test."""
     by_name = tasks_named(lesson, failure.test)
     place, about = None, by_name
     if failure.facts is not None:
@@ -159,9 +187,11 @@ def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Ver
         else:
             place = places[-1] if places else None
             about = (tasks_at(lesson, *place) if place else []) or by_name
+    if evidence is not None:
+        about, place = [evidence.task], evidence.place or (place if evidence.task in about else None)
     about = about or list(blanks[:1]) or tasks(lesson)
     paragraph = explains(lesson, about[0], meant.mistake if meant else "") if len(about) == 1 else None
-    return Verdict(failure, meant, about, place, paragraph)
+    return Verdict(failure, meant, about, place, paragraph, evidence, held)
 
 
 def explains(lesson: Lesson, task: str, mistake: str) -> Paragraph | None:

@@ -181,3 +181,18 @@ def test_gather_writes_into_the_window() -> None:
     got = [window for *_, window in run_world(stepped_in_16_bits, 2)]
     what = "whether `f.mine` is still a window of a 16-bit model's memory, on 2 ranks"
     same(what, all(got), True, about="memory")
+
+
+def test_gather_gives_everyone_what_all_masters_have() -> None:
+    def body(comm: Comm) -> list[float]:
+        stage, _ = reduced(comm, torch.bfloat16)
+        stage.optimizer.step()
+        stage.gather_parameters()
+        (weight,) = stage.model.parameters()
+        return weight.detach().flatten().tolist()
+
+    expected, before = [[0.75] * 3] * 2, [[1.0] * 3] * 2
+    got = run_world(body, 2)
+    same(
+        "weights of a 16-bit model on 2 ranks", got, expected, near=0.01, world=2, by_rank=True, before=before
+    )
