@@ -26,7 +26,7 @@ from lessons.exercise import (
     written,
 )
 from lessons.registry import Lesson
-from lessons.trace import Call, Numbers, Values, root_of
+from lessons.trace import Call, Did, Numbers, Values, root_of
 
 SECONDS = 5.0  # after which no other task is tried
 Rerun = Callable[[], bool]  # run the failed test once more, with what stands in zero_min's place now
@@ -235,7 +235,7 @@ def equal(got: Any, expected: Any, memory: bool = False) -> bool:
 
 def _in_words(first: _Difference, name: str, task: range) -> tuple[int | None, str]:
     if first.kind == 1:
-        return _calls_in_words(first, name)
+        return _calls_in_words(first.mine.did, first.right.did, name)
     mine, right, memory = first.mine, first.right, first.kind == 2
     ended = {**mine.exit, **mine.returned}
     asked = {**right.exit, **right.returned}
@@ -243,14 +243,19 @@ def _in_words(first: _Difference, name: str, task: range) -> tuple[int | None, s
     if memory and not wrong:
         return _shared_in_words(mine, right, name)
     early = _first_line(mine, right, wrong, memory, task)
+    sent = [each for each in mine.did if each.result], [each for each in right.did if each.result]
+    given = _given_otherwise(*sent)
+    if given is not None and not memory and (early is None or given < early[0]):
+        return _calls_in_words(*sent, name)
     if early is not None:
         line, path, got, expected = early
         words = f"after line {line} of {name}@, `{path}` {told(got, expected, memory)}"
+        words += _since(mine, line, got) if path in wrong and not memory else ""
         if mine.raised and not right.raised:
             words += f"; so line {mine.line} raises {mine.raised.splitlines()[0]}"
         return line, words
     if mine.raised and (first.mine.did != first.right.did[: len(first.mine.did)]):
-        line, words = _calls_in_words(first, name)
+        line, words = _calls_in_words(first.mine.did, first.right.did, name)
         if line is not None:
             return line, f"{words}; then line {mine.line} raises {mine.raised.splitlines()[0]}"
     if mine.raised:
@@ -270,6 +275,27 @@ def _in_words(first: _Difference, name: str, task: range) -> tuple[int | None, s
     if line is None:
         return None, f"no line of {name}@ changes `{path}`, which {told(got, expected, memory)}"
     return line, f"after line {line} of {name}@, `{path}` {told(got, expected, memory)}"
+
+
+def _given_otherwise(mine: Sequence[Did], right: Sequence[Did]) -> int | None:
+    """The line of the first collective that was given other values, if those before it are the same."""
+    for a, b in zip(mine, right, strict=False):
+        if a.name != b.name:
+            return None
+        if _differing(a.given, b.given):
+            return a.line
+    return None
+
+
+def _since(call: Call, line: int, got: Any) -> str:
+    """Which other name has had the same numbers since which earlier line."""
+    if not isinstance(got, Numbers) or not any(got.values):
+        return ""
+    for number, changed in call.lines:
+        for path, value in changed.items() if number < line else ():
+            if isinstance(value, Numbers) and value.values == got.values and root_of(path) == path:
+                return f" (`{path}` has that since line {number})"
+    return ""
 
 
 def _first_line(
@@ -301,8 +327,7 @@ def _first_line(
     return None
 
 
-def _calls_in_words(first: _Difference, name: str) -> tuple[int | None, str]:
-    mine, right = first.mine.did, first.right.did
+def _calls_in_words(mine: Sequence[Did], right: Sequence[Did], name: str) -> tuple[int | None, str]:
     for number, did in enumerate(mine):
         if number >= len(right) or did.name != right[number].name:
             left = [each.name for each in right[number:]]
