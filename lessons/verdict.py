@@ -127,10 +127,7 @@ class Verdict:
         if self.evidence is not None:
             lines.append(f"first difference: {self.evidence.words}")
         if self.means is not None:
-            guess = (
-                self.evidence is not None and self.finding is not None and self.finding.mistake == "lookalike"
-            )
-            lines.append(f"{'it looks as if' if guess else 'that is'}: {self.means}")
+            lines.append(f"{'that is' if self.evidence is None else 'perhaps'}: {self.means}")
         if self.place is not None:
             work, number = self.place
             line = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()

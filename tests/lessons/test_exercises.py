@@ -239,7 +239,7 @@ def test_a_syntax_error_is_shown_with_its_place(capsys: Capture, work: Path) -> 
             "my_grad",
             "`my_grad` is bfloat16, where the answer has float32",
         ),
-        ("gather", "f.master.grad = None  # used up", "pass", "that is: something is kept that should be"),
+        ("gather", "f.master.grad = None  # used up", "pass", "perhaps: something is kept that should be"),
     ],
 )
 def test_a_wrong_answer_is_told_what_was_expected_and_where_help_is(
