@@ -252,14 +252,14 @@ def _in_words(first: _Difference, name: str, task: range) -> tuple[int | None, s
         words = f"after line {line} of {name}@, `{path}` {told(got, expected, memory)}"
         words += _since(mine, line, got) if path in wrong and not memory else ""
         if mine.raised and not right.raised:
-            words += f"; so line {mine.line} raises {mine.raised.splitlines()[0]}"
+            words += f"; so line {mine.line} raises the error above"
         return line, words
     if mine.raised and (first.mine.did != first.right.did[: len(first.mine.did)]):
         line, words = _calls_in_words(first.mine.did, first.right.did, name)
         if line is not None:
-            return line, f"{words}; then line {mine.line} raises {mine.raised.splitlines()[0]}"
+            return line, f"{words}; then line {mine.line} raises the error above"
     if mine.raised:
-        return mine.line, f"line {mine.line} of {name}@ raises {mine.raised.splitlines()[0]}"
+        return mine.line, f"line {mine.line} of {name}@ raises the error above"
     path = wrong[0]
     got, expected = ended.get(path), asked[path]
     if root_of(path) == "the result" or path.startswith("the result"):

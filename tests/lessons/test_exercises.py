@@ -237,9 +237,9 @@ def test_a_syntax_error_is_shown_with_its_place(capsys: Capture, work: Path) -> 
             "reduce",
             "my_grad.to(f.master.dtype)",
             "my_grad",
-            "`my_grad` is bfloat16, where the answer has float32",
+            "that is: Python stopped in your line\nin ",
         ),
-        ("gather", "f.master.grad = None  # used up", "pass", "perhaps: something is kept that should be"),
+        ("gather", "f.master.grad = None  # used up", "pass", "something is kept that should be"),
     ],
 )
 def test_a_wrong_answer_is_told_what_was_expected_and_where_help_is(
