@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Mark two thirds of the cases of `@pytest.mark.rotates` tests as slow; others for each commit."""
+    """Mark three quarters of the cases of `@pytest.mark.rotates` tests as slow; others for each commit."""
     numbers = Counter[str]()
     for item in items:
         if item.get_closest_marker("rotates") and not item.get_closest_marker("slow"):

@@ -17,7 +17,7 @@ import pytest
 Value = TypeVar("Value")
 VARIABLE = "ZERO_FULL_TEST_SEED"
 ROOT = Path(__file__).parents[1]
-TURNS = 3  # a run takes one of so many parts of the cases of all `rotates` tests
+TURNS = 4  # a run takes one of so many parts of the cases of all `rotates` tests
 
 
 @cache
@@ -50,7 +50,7 @@ def chosen(values: Sequence[Value]) -> Value:
 
 
 def part_of(values: Sequence[Value]) -> list[Value]:
-    """The third of the values whose turn it is."""
+    """The part of the values whose turn it is."""
     return [*values[seed() % TURNS :: TURNS]]
 
 

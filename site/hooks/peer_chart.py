@@ -14,10 +14,15 @@ from lessons.colours import SLATE, VIOLET
 
 RECORD = "step_time_50M"
 GROUPS = {  # what is sharded -> the record's rows
-    "nothing sharded": ("DDP", "DeepSpeed 0", "zero_full 0"),
-    "optimizer state sharded": ("ZeroRedundancyOptimizer", "DeepSpeed 1", "zero_full 1"),
-    "and gradients": ("DeepSpeed 2", "zero_full 2"),
-    "and parameters": ("FSDP2", "DeepSpeed 3", "zero_full 3"),
+    "nothing sharded": ("DDP", "DeepSpeed 0", "zero_full 0, messages", "zero_full 0"),
+    "optimizer state sharded": (
+        "ZeroRedundancyOptimizer",
+        "DeepSpeed 1",
+        "zero_full 1, messages",
+        "zero_full 1",
+    ),
+    "and gradients": ("DeepSpeed 2", "zero_full 2, messages", "zero_full 2"),
+    "and parameters": ("FSDP2", "DeepSpeed 3", "zero_full 3, messages", "zero_full 3"),
 }
 COLUMNS = ("step, ms", "range", "held after backward, B/p")
 HEAD = re.compile(r"^\| row .*\|$", re.M)
@@ -53,8 +58,8 @@ def rows() -> dict[str, Row]:
 
 
 def _label(name: str) -> str:
-    """The record's rows end with the stage."""
-    return re.sub(r" (\d)$", r", stage \1", name)
+    """Put "stage" before the number in a row's name."""
+    return re.sub(r" (\d)\b", r", stage \1", name)
 
 
 def drawn() -> str:
@@ -72,7 +77,8 @@ def drawn() -> str:
     table = "\n".join(['<table class="bars">', *parts, "</table>"])
     legend = (
         '<p class="legend">Step: median in ms, and the range of the rounds. Held: bytes per parameter on one '
-        "rank after backward, without activations. Shorter is better.</p>"
+        "rank after backward, without activations. Shorter is better. Messages: ranks share no memory, as on "
+        "several hosts.</p>"
     )
     return f'<figure class="ratios peers" data-search-exclude>\n{table}\n{legend}\n</figure>\n'
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import zero_full
 from tests.hostile.cells import Outcome, quickly_stuck
+from tests.hostile.generation_events import receive
 from tests.worlds import POOL, RankError
 from tests.zero_full import pipeline_runs, test_dtensors
 from zero_full import PipelineModule
@@ -355,9 +356,14 @@ def weights_of_parts(run: Run) -> None:
     run.step(1)
 
 
-@event(TENSOR, "weights(delta=True)", "tensor parallelism has cut this model")
+@event(TENSOR, "weights(delta=True)")
 def changes_of_parts(run: Run) -> None:
-    list(run.engine.weights(delta=True))
+    received: dict[str, Tensor] = {}
+    receive(received, run.engine.weights(delta=True))
+    run.step(1)
+    receive(received, run.engine.weights(delta=True))
+    for name, value in run.engine.weights():
+        assert torch.equal(received[name], value), name
 
 
 @event(TENSOR, "generation()")

@@ -75,7 +75,7 @@ FIT = """([config, machine, run]) => {
 @pytest.mark.parametrize(
     "names",
     [rotation.part_of(NAMES), pytest.param(3 * NAMES, marks=pytest.mark.slow)],
-    ids=["a third of the families", "all of them three times"],
+    ids=["those whose turn it is", "all of them three times"],
 )
 def test_the_page_says_what_python_says_in_random_runs(open_page: Open, names: Sequence[str]) -> None:
     page, generator = open_page("fit.html"), random.Random(len(names))

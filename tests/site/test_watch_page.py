@@ -18,7 +18,7 @@ pytest_plugins = ["tests.site.fixtures"]
 def runs() -> dict[str, dict[str, Any]]:
     """A run that ends well, and the same as if rank 2 had not come to its last call."""
     good = watch.watched(LESSONS[2])
-    last = [good["moments"][-1][0], [1, 1, 0, 1], -1]
+    last = [good["moments"][-1][0], [1, 1, 0, 1], -1, []]
     end = [
         f"rank {rank} {'has ended' if rank == 2 else 'waits in all_gather for rank 2'}" for rank in range(4)
     ]
