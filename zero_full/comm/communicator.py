@@ -64,7 +64,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Communicator:
-    """A process group with its collectives. `None` stands for a single rank, whose collectives are no-ops."""
+    """A process group with its collectives. Without a group there is one rank, and they do nothing."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ class Lap:
 
 
 def rates_of(optimizer: ZeroOptimizer) -> list[float]:
-    """Return the learning rate of every parameter group. Without an optimizer there is none."""
+    """Return the learning rate of every parameter group; an empty result without an optimizer."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 

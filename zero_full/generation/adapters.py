@@ -58,7 +58,7 @@ def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator
 def _split(
     params: dict[Parameter, None], optimizer: ZeroOptimizer
 ) -> tuple[list[FlatParameters], dict[Parameter, tuple[Tensor, Tensor]]]:
-    """Separate parameters whose flat buffer will be released from all others, of which it makes copies."""
+    """Return parameters whose flat buffer will be released, and copies of all other parameters."""
     dropped: dict[FlatParameters, None] = {}
     kept: dict[Parameter, tuple[Tensor, Tensor]] = {}
     for param in params:

@@ -97,7 +97,7 @@ class DeviceTier(Tier):
 
 @dataclass(frozen=True)
 class HostTier(Tier):
-    """ZeRO-Offload: state is in host memory and is stepped there."""
+    """ZeRO-Offload: optimizer state is in host memory, and the CPU updates it there."""
 
     pin_memory: bool = False  # page-locked memory, which CUDA copies faster
     ratio: float = 1.0

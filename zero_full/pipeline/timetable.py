@@ -118,7 +118,7 @@ def _needed(operation: Operation, last: int, ended: dict[Operation, float]) -> l
 
 
 def in_flight(order: Sequence[Operation]) -> dict[int, int]:
-    """Return the most micro-batches whose activations each stage of a rank holds at one time."""
+    """Return for each stage of a rank how many micro-batches' activations it holds at once, at most."""
     now, most = dict[int, int](), dict[int, int]()
     for operation in order:
         if operation.kind != FOR_INPUTS:  # the part for weights needs the activations, too
