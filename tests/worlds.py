@@ -44,7 +44,7 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     gc.freeze()  # what was imported stays: without it, tests that collect garbage have little to look at
     client: Any = None
     while True:

@@ -117,4 +117,4 @@ def test_four_processes_of_torchrun_share_a_card_and_rank_0_says_so_once(tmp_pat
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "found cuda:0 cpu:gloo,cuda:gloo 4" in run.stdout
-    assert run.stderr.count("slices go through the host's memory (gloo)") == 1
+    assert run.stderr.count("shards are staged in host memory (gloo)") == 1

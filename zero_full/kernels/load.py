@@ -1,9 +1,8 @@
 """Load the compiled operators of a device, build them on first use, or give the reason for the fallback.
 
-[Note: CUDA] The CUDA kernels have not run on a GPU yet, so they are opt-in. And a good library may not run on
-this machine: its code may be for another GPU, or the CUDA runtime that nvcc has linked into it may be newer
-than the driver. So one kernel is run before the operators are registered with torch. If that fails, the
-reference is used from the beginning, and no step raises.
+[Note: CUDA] A good library may not run on this machine: its code may be for another GPU, or the CUDA runtime
+that nvcc has linked into it may be newer than the driver. So one kernel is run before the operators are
+registered with torch. If that fails, the reference is used from the beginning, and no step raises.
 """
 
 import ctypes
@@ -103,8 +102,6 @@ def _load(part: str, device: torch.device | None) -> Loaded:
         return Loaded(None, "switched off by ZERO_FULL_KERNELS=off")
     if part == "cuda" and not torch.cuda.is_available():
         return Loaded(None, "no CUDA device")
-    if part == "cuda" and wanted != "all":
-        return Loaded(None, "not yet tested on a GPU: set ZERO_FULL_KERNELS=all to use them")
     try:
         library_cache.check_platform()
         return Loaded(_first_that_works(part, device))

@@ -22,7 +22,7 @@ from zero_full.settings import Gathering, Settings
 
 PARAMETERS = 9  # of a unit
 AIMS = {"stage 3": 0.3, "stage 2": 0.1, "step": 0.05}  # milliseconds of the host, a unit
-ROUNDS = 9
+WARM, ROUNDS = 5, 30
 
 
 class DeviceSlice(ParamSlice):
@@ -112,7 +112,13 @@ def check(place: Place) -> None:
             told: dict[str, Any] = {"aim, ms": AIMS[name], "fine": extra <= AIMS[name]}
             if place.device.type == "cpu":
                 told = {STAND_IN: "a CPU, which computes meanwhile"}
-            place.say(stage=stage, of=kind, units=count, **{"host, ms a unit": round(extra, 4)}, **told)
+            place.say(
+                stage=stage,
+                of=kind,
+                units=count,
+                **{"host, ms a unit": round(extra, 4), "plain, ms a unit": round(plain[kind] / count, 4)},
+                **told,
+            )
 
 
 def timed(place: Place, model: nn.Module, optimizer: Any, x: Tensor) -> dict[str, float]:
@@ -120,11 +126,11 @@ def timed(place: Place, model: nn.Module, optimizer: Any, x: Tensor) -> dict[str
     model.to(place.device)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     passes, steps = list[float](), list[float]()
-    for _ in range(2 + (2 if place.tiny else ROUNDS)):
+    for _ in range(WARM + (2 if place.tiny else ROUNDS)):
         passes.append(spent(place, lambda: model(x).backward()))
         steps.append(spent(place, optimizer.step))
         optimizer.zero_grad()
-    return {"micro-batch": 1e3 * median(passes[2:]), "step": 1e3 * median(steps[2:])}
+    return {"micro-batch": 1e3 * median(passes[WARM:]), "step": 1e3 * median(steps[WARM:])}
 
 
 def spent(place: Place, work: Callable[[], Any]) -> float:

@@ -72,7 +72,7 @@ class Blocks(nn.Module):
 
 def config_of(stage: int, tier: str) -> dict[str, Any]:
     """bf16 and AdamW."""
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 20_000_000, **RELEASES}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 5_000_000, **RELEASES}
     if tier != "none":
         zero["offload_optimizer"] = {"device": tier}
     keys = {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0, "optimizer": ADAMW}
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=2, help="what a rank may have")
     parser.add_argument("--stages", type=int, nargs="+", default=range(4))
     asked = parser.parse_args()
-    size = Size(16, 2**18) if asked.tiny else Size(1024, int(asked.gib * 2**30))
+    size = Size(16, 2**18) if asked.tiny else Size(512, int(asked.gib * 2**30))
     failed = 0
     for stage, tier in ((s, t) for s in asked.stages for t in (("none", "cpu") if s else ("none",))):
         began, wrong = monotonic(), list[str]()

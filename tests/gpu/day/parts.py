@@ -1,7 +1,7 @@
 """The parts of a day, in the order in which they are run: first what decides whether the rest makes sense.
 
-[Note: expected minutes] The minutes below are estimates, because no GPU has run a day yet. A day has to fit
-into `DAY` minutes, in calls of at most `CALL`. A part is started if its minutes are left in the call, and it
+[Note: expected minutes] The minutes below are those of a first day, on an H100. A day has to fit into `DAY`
+minutes, in calls of at most `CALL`. A part is started if its minutes are left in the call, and it
 is stopped after `OVERRUN` times as long. A rehearsal on a CPU has one estimate for all parts.
 """
 
@@ -65,7 +65,7 @@ ALL = (
         "machine",
         "The machine",
         "The ceilings that other parts are compared with.",
-        0.5,
+        0.3,
         "tests.gpu.day.machine",
         small=("--numel", "100000", "--width", "64"),
     ),
@@ -74,7 +74,7 @@ ALL = (
         "One rank under the defaults",
         "Every run ends where plain AdamW on a CPU ends; one host synchronisation a step; the peak is the "
         "plan's, within 2 %, also with the default sizes of buckets.",
-        1,
+        0.8,
         RANKS,
         checks(1, "conformance", "synchronisations", "peak", "default-peak"),
         ("--tiny",),
@@ -85,7 +85,7 @@ ALL = (
         "Two ranks, with streams watched",
         "The same with a real exchange; with one card both ranks share it. Overlap on and off give the same "
         "bits, however late side streams are, and torch's sanitizer finds no unordered access.",
-        1.5,
+        1.1,
         RANKS,
         checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
         ("--tiny",),
@@ -96,7 +96,7 @@ ALL = (
         "Step time under the defaults",
         "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2. On one card nothing is "
         "gathered.",
-        1.2,
+        0.5,
         STEPS,
         (*SMALL_STEPS, "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
         STEPS_HERE,
@@ -107,7 +107,7 @@ ALL = (
         "Build of the operators",
         "A library that was carried along is found; otherwise it is compiled. Each operator runs "
         "once and gives what the CPU gives.",
-        0.6,
+        0.2,
         "tests.gpu.day.build",
         environment=OPERATORS,
     ),
@@ -115,7 +115,7 @@ ALL = (
         "steps-operators",
         "Step time with all operators",
         "No slower than under the defaults.",
-        0.8,
+        0.5,
         STEPS,
         (*SMALL_STEPS, "loop", "zero_full 2 alone", "zero_full 3"),
         STEPS_HERE,
@@ -125,7 +125,7 @@ ALL = (
         "large-steps",
         "A model of 1.3 billion parameters beside DDP and FSDP2",
         "Tokens per second and MFU on the same card: no slower than FSDP2.",
-        1.5,
+        0.7,
         STEPS,
         (*LARGE_STEPS, "loop", "DDP", "FSDP2", "zero_full 2", "zero_full 3"),
         STEPS_HERE,
@@ -135,7 +135,7 @@ ALL = (
         "large-operators",
         "The same model with all operators",
         "No slower than under the defaults.",
-        0.7,
+        0.5,
         STEPS,
         (*LARGE_STEPS, "loop", "zero_full 2", "zero_full 3"),
         STEPS_HERE,
@@ -146,7 +146,7 @@ ALL = (
         "Offload on every tier",
         "State and parameters on the host and on a disk, early and delayed steps: every run ends where plain "
         "AdamW on a CPU ends, and a step reads one value from the device, also with LAMB.",
-        1,
+        0.3,
         RANKS,
         checks(1, "tiers", "reads"),
         ("--tiny",),
@@ -157,7 +157,7 @@ ALL = (
         "Step time with offload",
         "Copies are hidden beside other work; early and delayed steps make a step shorter; on a disk at most "
         "1.25 of the longer of computing and moving.",
-        2.2,
+        2.4,
         OFFLOAD,
         (
             *("--topics", "tiers", "disk", "--size", "125M", "--dtype", "bf16"),
@@ -170,7 +170,7 @@ ALL = (
         "offload-peers",
         "Step time with offload, beside FSDP2",
         "At most 0.75 of the better peer's step.",
-        1.2,
+        0.7,
         OFFLOAD,
         (
             *("--topics", "peers", "--size", "125M", "--dtype", "bf16"),
@@ -184,9 +184,9 @@ ALL = (
         "The largest model that trains",
         "What is sharded takes no memory: stage 3 trains a larger model than stage 0, and with state on the "
         "host a larger one yet.",
-        1.8,
+        1,
         LARGEST,
-        ("--ranks", "4", "--gib", "2", "--stages", "0", "3"),
+        ("--ranks", "4", "--gib", "0.5", "--stages", "0", "3"),
         ("--ranks", "1", "--stages", "3", "--tiny"),
         HOST_STEPS,
     ),
@@ -194,7 +194,7 @@ ALL = (
         "operators",
         "Operators against the CPU and fp64",
         "No failure. Skipped are tests that need two devices.",
-        1.3,
+        0.4,
         TESTS,
         (KERNELS,),
         ("tests/gpu/test_samples.py", "-k", "not_written"),
@@ -204,7 +204,7 @@ ALL = (
         "kernels",
         "Streaming operators beside a copy",
         "At least 0.90 of a copy's speed: a ratio of at most 1.11.",
-        1,
+        0.5,
         "tests.bench.kernels_gpu",
         ("--rounds", "7"),
         ("--numel", "50000", "--rounds", "1", "--topics", "adam", "unscale"),
@@ -214,7 +214,7 @@ ALL = (
         "ncu",
         "Four kernels under ncu",
         "Adam, the norm of the gradients, quantization and packed signs: near the memory's bandwidth.",
-        0.7,
+        0.3,
         "tests.gpu.day.ncu",
         small=("--tiny",),
         environment=OPERATORS,
@@ -223,7 +223,7 @@ ALL = (
         "sanitizer",
         "Operators under compute-sanitizer: memory and races",
         "No error.",
-        1.2,
+        0.3,
         SANITIZER,
         ("--tools", "memcheck", "racecheck"),
         environment=OPERATORS,
@@ -232,7 +232,7 @@ ALL = (
         "sanitizer-more",
         "Operators under compute-sanitizer: barriers, uninitialized memory",
         "No error.",
-        1.2,
+        0.3,
         SANITIZER,
         ("--tools", "synccheck", "initcheck"),
         environment=OPERATORS,
@@ -242,7 +242,7 @@ ALL = (
         "NCCL's collectives and stage 3's hooks on one rank",
         "A group of size one: in place, in every type, on three streams and with empty splits. With units "
         "forced, a unit of nine parameters costs the host at most 0.3 ms a micro-batch at stage 3.",
-        0.7,
+        0.3,
         RANKS,
         checks(1, "native", "hooks"),
         ("--tiny",),
@@ -252,7 +252,7 @@ ALL = (
         "ranks-operators",
         "Two ranks with all operators",
         "Every run ends where plain AdamW on a CPU ends, with the same bits whether or not streams overlap.",
-        0.7,
+        0.6,
         RANKS,
         checks(2, "conformance", "streams"),
         ("--tiny",),
@@ -262,7 +262,7 @@ ALL = (
         "four-ranks",
         "Four ranks",
         "As two ranks.",
-        0.7,
+        0.3,
         RANKS,
         checks(4, "conformance"),
         ("--tiny",),
@@ -273,7 +273,7 @@ ALL = (
         "How much of the communication is hidden",
         "At stage 3 a larger prefetch bucket hides more; nothing is hidden without overlap, or between ranks "
         "that share a card.",
-        0.8,
+        0.9,
         RANKS,
         checks(2, "traces"),
         ("--tiny",),
@@ -283,7 +283,7 @@ ALL = (
         "failures",
         "When a rank dies, raises or skips a call",
         "Every process ends by itself, and says why.",
-        0.6,
+        0.7,
         RANKS,
         checks(2, "killed", "raising", "skipping"),
         ("--tiny",),
@@ -294,7 +294,7 @@ ALL = (
         "LAMB, Muon, Lion and the rules at one bit",
         "Every step is the oracle's: on one rank, on two that share a card, and over NCCL. No failure. "
         "Skipped is what needs two devices.",
-        1,
+        0.6,
         TESTS,
         (RULES, "-m", "gpu"),
         ("-m", "not gpu", "-k", "staged-OneBitAdam"),
@@ -305,7 +305,7 @@ ALL = (
         "The other tests on a GPU",
         "Operators on large tensors, on streams and in graphs, and the engine: no failure. Skipped are tests "
         "that need two devices or more memory.",
-        1,
+        1.9,
         TESTS,
         (
             "tests/gpu",
@@ -329,9 +329,9 @@ ALL = (
         "largest-between",
         "The largest model at the stages between",
         "Stage 2 trains a larger one than stage 1.",
-        1.2,
+        1,
         LARGEST,
-        ("--ranks", "4", "--gib", "2", "--stages", "1", "2"),
+        ("--ranks", "4", "--gib", "0.5", "--stages", "1", "2"),
         ("--ranks", "1", "--stages", "2", "--tiny"),
         HOST_STEPS,
     ),

@@ -37,7 +37,8 @@ def main() -> int:
     counted, began = Counted(), perf_counter()
     code = int(
         pytest.main(
-            ["-q", "-x" if asked.tiny else "--maxfail=20", "-p", "no:cacheprovider", *rest], [counted]
+            ["-q", "--durations=10", "-x" if asked.tiny else "--maxfail=20", "-p", "no:cacheprovider", *rest],
+            [counted],
         )
     )
     passed, failed = counted.count("passed"), counted.count("failed")

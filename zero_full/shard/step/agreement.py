@@ -503,8 +503,11 @@ def raise_on_all_ranks(groups: Groups, problem: str) -> None:
 def gather_messages(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
     """Collect the messages of all ranks, without duplicates, by rank. Every rank must call this.
 
-    One number is summed first: as a rule no rank has a message, and the objects need not be gathered.
+    One number is summed first: as a rule no rank has a message, and the objects need not be gathered. A rank
+    without peers sums nothing, as reading the sum would wait for the device.
     """
+    if all(group.size == 1 for group in groups.everyone):
+        return list(dict.fromkeys(mine))
     device = groups.dense.shard.device
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
     for group in groups.everyone:
