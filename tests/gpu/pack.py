@@ -77,7 +77,7 @@ def build(arch: str, python: str, folder: Path) -> None:
 
     A library that is there already, such as an editable installation's, is copied instead.
     """
-    python = os.path.abspath(shutil.which(python) or python)  # as it is called: a link is its environment
+    python = str(Path(shutil.which(python) or python).absolute())  # a link stays one: it has an environment
     given = {"ZERO_FULL_CUDA_ARCHS": arch, "ZERO_FULL_CACHE": str(folder), "PYTHONPATH": str(ROOT)}
     printed = subprocess.run(
         [python, "-m", "zero_full", "build"],

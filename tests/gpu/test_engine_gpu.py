@@ -54,7 +54,11 @@ def test_one_device_ends_where_plain_adam_ends(stage: int, precision: str, overl
     assert off_by(got, reference(1, STEPS)) <= tolerance
 
 
-def with_kernels(_: int, choice: str, keys: dict[str, Any], answers: Any) -> None:
+CHOICES = ("all", "off")
+
+
+def with_kernels(process: int, keys: dict[str, Any], answers: Any) -> None:
+    choice = CHOICES[process]
     os.environ["ZERO_FULL_KERNELS"] = choice
     answers[choice] = train_on(torch.device("cuda:0"), 0, keys)
 
@@ -62,9 +66,8 @@ def with_kernels(_: int, choice: str, keys: dict[str, Any], answers: Any) -> Non
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_engine_with_compiled_operators_ends_where_it_ends_without(precision: str) -> None:
     answers = multiprocessing.Manager().dict()
-    for choice in ("all", "off"):
-        keys = config(2, gradient_clipping=0.1, **PRECISIONS[precision][0])
-        multiprocessing.spawn(with_kernels, (choice, keys, answers), nprocs=1)
+    keys = config(2, gradient_clipping=0.1, **PRECISIONS[precision][0])
+    multiprocessing.spawn(with_kernels, (keys, answers), nprocs=len(CHOICES))
     low = precision != "fp32"
     assert off_by(answers["all"], {name: t.float() for name, t in answers["off"].items()}) <= (
         2**-7 if low else 1e-5

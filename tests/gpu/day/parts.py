@@ -157,7 +157,7 @@ ALL = (
         "Step time with offload",
         "Copies are hidden beside other work; early and delayed steps make a step shorter; on a disk at most "
         "1.25 of the longer of computing and moving.",
-        2.4,
+        1.7,
         OFFLOAD,
         (
             *("--topics", "tiers", "disk", "--size", "125M", "--dtype", "bf16"),
