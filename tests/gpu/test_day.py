@@ -159,7 +159,7 @@ def test_a_day_as_expected_fits_into_three_calls(tmp_path: Path, monkeypatch: py
         run.run_all(parts.ALL, day, run.arguments(["--minutes", str(parts.CALL)]))  # type: ignore[arg-type]
         assert day.now - began <= 60 * parts.CALL
         done = [part for part in parts.ALL if run.is_done(part, tmp_path)]
-        assert number == 3 or len(done) < len(parts.ALL)
+        assert number > 1 or len(done) < len(parts.ALL)
     assert len(done) == len(parts.ALL) and day.now <= 60 * parts.DAY
 
 

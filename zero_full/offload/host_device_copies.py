@@ -7,8 +7,7 @@
     up        slices of parameters, while later parts are still stepped
 
 A thread queues a copy on the device behind an event, and then the next copy at once, so that the device goes
-from one to the next without the host. The code that needs a copy waits for it. That copies on a GPU follow
-each other without a gap has not been measured.
+from one to the next without the host. The code that needs a copy waits for it.
 
 A slice on the device is kept until its copy is done. There are at most UNDER_WAY such slices; making another
 one waits. If the host's slice has values already, or another dtype, a copy goes through a staging buffer. It

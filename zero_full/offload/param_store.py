@@ -12,7 +12,7 @@ optimizer passes the new values to `update`.
 [Note: uploads] On an accelerator, copies from host memory into gathered buffers have a stream of their own.
 There a copy waits until the buffer's memory is free, and the all-gather waits for the copy. So the copies of
 units that are prefetched do not wait for the all-gathers of units before them. If masters are on the device,
-a step copies slices in both directions, and the host waits for neither. All of this has not run on a GPU.
+a step copies slices in both directions, and the host waits for neither.
 """
 
 import sys

@@ -34,7 +34,8 @@ LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts;
 NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. This page lists the prepared
 commands, which need a GPU and a torch built for it, how a first run proceeds and, after a run, its results:
 """
-MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
+FINDINGS = RECORDS / "findings.md"  # what a person has to say about the results
+MEASURED = "The parts below are made from what `make gpu-day` has printed; nobody types a number there. To run it:\n"
 HOW = """
 ```
 make gpu-day                              # every part below; finished parts are not run again
@@ -50,8 +51,8 @@ environment, `make gpu-day PYTHON=python3` uses the installed packages; `python 
 missing ones beforehand. For a single test or benchmark: `make test-gpu`, `make bench-gpu`. [The order, and
 the expected results](../guide/first_gpu_run.md#the-day).
 
-The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which the parts about
-them set. All other parts use the defaults.
+Parts "under the defaults" have `ZERO_FULL_KERNELS=auto`, which uses the [CUDA
+operators](../kernels.md#on-a-gpu) that can be loaded or compiled.
 """
 FIRST_RUN = "<!-- include: site/docs/guide/first_gpu_run.md -->\n"  # a part of this page on the site
 FOLD = '<details class="records" markdown="1"><summary>{}</summary>\n'
@@ -76,7 +77,9 @@ def page(results: dict[str, Result], rehearsal: bool) -> str:
         told = "of a GPU" if rehearsal else "of a rehearsal"
         raise SystemExit(f"these results are {told}, and this page is not: {', '.join(wrong)}")
     drawn = [f"![{chart.said()}]({LINKS[rehearsal]}/{chart.name}.svg)\n" for chart in charts(results)]
-    head = [REHEARSAL, *drawn] if rehearsal else ["# GPU\n", *drawn, (MEASURED if results else NOT_YET) + HOW]
+    said = [FINDINGS.read_text()] if results and FINDINGS.exists() else []
+    measured = ["# GPU\n", *said, *drawn, (MEASURED if results else NOT_YET) + HOW]
+    head = [REHEARSAL, *drawn] if rehearsal else measured
     missing = [part for part in parts.ALL if part.name not in results]
     lines = [*head, *([] if results or rehearsal else [FIRST_RUN]), "## Parts\n", overview(results)]
     lines += [section(part, results[part.name]) for part in parts.ALL if part.name in results]
@@ -209,6 +212,7 @@ def charts(results: dict[str, Result]) -> list[Chart]:
         for row in rows_of("largest", "largest-between")
     }
     hidden = {row["run"]: row["hidden"] for row in rows_of("traces") if row.get("hidden") is not None}
+    hidden = hidden if any(hidden.values()) else {}  # between ranks that share a card nothing is
     alone = [{name: (value,) * 3 for name, value in values.items()} for values in (largest, hidden)]
     found = [
         Chart("steps", "Step time, as a ratio", steps, "as long as the other's step"),
