@@ -316,14 +316,14 @@ def hiding(recording: Recording, machine: Machine, parameters: float) -> str:
     """From how many tokens on communication hides, in words."""
     early, found = bound(recording, machine), hides_from(recording, machine, parameters)
     if early is None:
-        return "Nothing leaves before the arithmetic is over, so no batch hides the network behind it."
+        return "Nothing is sent before the arithmetic is over, so no batch hides the network behind it."
     if found is None:
-        return "What leaves early is waited for at once, so no batch hides the network behind arithmetic."
+        return "The arithmetic waits at once for what is sent early, so no batch hides the network behind it."
     best = replay(recording, machine, Size(parameters, found))
     return (
-        f"With more tokens more hides, up to {duration(best.hidden)} of the network's "
-        f"{duration(best.sending)}: in the replay from {found:,.0f}\ntokens a rank on, by the formula, which "
-        f"knows bandwidth alone, from {early:,.0f}."
+        f"Larger batches hide more communication, at most {duration(best.hidden)} of its "
+        f"{duration(best.sending)}. The replay gets\nthere at {found:,.0f} tokens per rank; the formula, "
+        f"which ignores latency, predicts {early:,.0f}."
     )
 
 
