@@ -94,7 +94,7 @@ def _judge(changed: Path, arguments: list[str], limit: float) -> tuple[subproces
     """Run the judge on a changed file; what it says, and why the tests could not go on, or ""."""
     places = {f"zero_min.{changed.stem}": str(changed)}
     done, end = run_judge(places, [changed], *arguments, capture_output=True, timeout=limit)
-    return done, f"the tests could not go on in {end.during}\n  {end.why}" if end else ""
+    return done, f"the tests stopped in {end.during}\n  {end.why}" if end else ""
 
 
 def torchrun(script: str, ranks: int = 2, limit: float = 120) -> str:

@@ -56,7 +56,7 @@ def _for_people(lesson: Lesson) -> int:
 
 def explain(lesson: Lesson, end: last_words.End) -> str:
     """A sentence about tests that could not finish: what, in which line, of which task."""
-    lines = [f"the tests could not go on in {end.during}", f"  {end.why}"]
+    lines = [f"the tests stopped in {end.during}", f"  {end.why}"]
     named = tasks_named(lesson, end.during)
     if end.place is None:
         lines.append("  no line of yours was running then: look at what your lines left behind")

@@ -22,6 +22,7 @@ from itertools import pairwise
 from shutil import get_terminal_size
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 import zero_min
 from lessons.cells import columns
@@ -257,7 +258,8 @@ def gantt(runs: Mapping[str, Replay]) -> Picture:
         f"are busy {duration(run.hidden)}"
         for name, run in runs.items()
     ]
-    return picture(drawn(runs), f"What rank 0 and its network do in a step. {'; '.join(said)}.")
+    alt = f"What rank 0 and its network do in a step. {'; '.join(said)}."
+    return picture(drawn(runs), alt)
 
 
 def drawn(runs: Mapping[str, Replay]) -> Figure:
@@ -265,26 +267,23 @@ def drawn(runs: Mapping[str, Replay]) -> Figure:
     figure = Figure(figsize=(9, 1.1 + 0.8 * len(runs)), layout="constrained")
     plot = figure.subplots()
     longest = max(run.step for run in runs.values())
-    unit, times = next(
-        (u, t) for u, t in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * t >= 1 or u == "µs"
-    )
     named: set[str] = set()
     for row, run in enumerate(runs.values()):
         for line, bars in enumerate((run.arithmetic[0], run.network)):
             for bar in bars:
-                letter, colour = (PHASES | LANES)[bar.what]
-                wide = (bar.end - bar.start) * times
-                label = None if bar.what in named else f"{letter} {bar.what}"
+                _, colour = (PHASES | LANES)[bar.what]
+                label = None if bar.what in named else bar.what
                 named.add(bar.what)
-                place = (2.4 * row + line, wide, 0.9, bar.start * times)
-                plot.barh(*place, align="center", color=colour, edgecolor=INK, linewidth=0.4, label=label)
-        plot.vlines(run.step * times, 2.4 * row - 0.5, 2.4 * row + 1.5, "black", "dashed")
+                place = (2.4 * row + line, bar.end - bar.start, 0.9, bar.start)
+                plot.barh(*place, align="center", color=colour, edgecolor=INK, linewidth=0.3, label=label)
+        plot.vlines(run.step, 2.4 * row - 0.5, 2.4 * row + 1.5, "black", "dashed")
     lines = [f"{name}, {lane}" for name in runs for lane in ("arithmetic", "network")]
     plot.set_yticks(
         [2.4 * row + line for row in range(len(runs)) for line in (0, 1)], lines, fontsize="small"
     )
     plot.invert_yaxis()
-    plot.set(xlabel=f"{unit}; dashed: the step is over", xlim=(0, 1.03 * longest * times))
+    plot.xaxis.set_major_formatter(EngFormatter("s"))
+    plot.set(xlabel="dashed: the step is over", xlim=(0, 1.03 * longest))
     plot.spines[["top", "right"]].set_visible(False)
     figure.legend(*plot.get_legend_handles_labels(), frameon=False, ncols=6, loc="outside upper center")
     return figure
@@ -317,14 +316,14 @@ def hiding(recording: Recording, machine: Machine, parameters: float) -> str:
     """From how many tokens on communication hides, in words."""
     early, found = bound(recording, machine), hides_from(recording, machine, parameters)
     if early is None:
-        return "Nothing leaves before the arithmetic is over, so no batch hides the network behind it."
+        return "Nothing is sent before the arithmetic is over, so no batch hides the network behind it."
     if found is None:
-        return "What leaves early is waited for at once, so no batch hides the network behind arithmetic."
+        return "The arithmetic waits at once for what is sent early, so no batch hides the network behind it."
     best = replay(recording, machine, Size(parameters, found))
     return (
-        f"With more tokens more hides, up to {duration(best.hidden)} of the network's "
-        f"{duration(best.sending)}: in the replay from {found:,.0f}\ntokens a rank on, by the formula, which "
-        f"knows bandwidth alone, from {early:,.0f}."
+        f"Larger batches hide more communication, at most {duration(best.hidden)} of its "
+        f"{duration(best.sending)}. The replay gets\nthere at {found:,.0f} tokens per rank; the formula, "
+        f"which ignores latency, predicts {early:,.0f}."
     )
 
 

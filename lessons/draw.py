@@ -5,12 +5,12 @@ from fractions import Fraction
 
 import torch
 
-from lessons.colours import ACTIVATIONS, BROWN, GRADIENTS, MEANINGS, OLIVE, PARAMETERS, VIOLET
+from lessons.colours import ACTIVATIONS, BACKWARD, BROWN, FORWARD, MEANINGS, OLIVE, PARAMETERS, VIOLET
 from zero_min.pipeline import gpipe, one_f_one_b, replay
 
 RANKS = 4
 COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
-CELL, GAP, LEFT, TOP, ROW = 60, 10, 86, 46, 42  # so that four columns fit on a phone
+CELL, GAP, LEFT, TOP, ROW = 60, 10, 96, 46, 42  # so that four columns fit on a phone
 
 STYLE = """<style>
 text { font: 14px system-ui, sans-serif; fill: #333 }
@@ -202,7 +202,7 @@ def pipeline() -> str:
             parts.append(_text(LEFT - 12, y + 17, f"rank {rank}", "end"))
             for box in row:
                 x, wide = LEFT + round(box.start * TICK), round((box.end - box.start) * TICK)
-                fill = TINTS[0] if box.what == "F" else GRADIENTS
+                fill = FORWARD if box.what == "F" else BACKWARD
                 parts.append(f'<rect x="{x}" y="{y}" width="{wide - 1}" height="24" rx="2" fill="{fill}"/>')
                 number = f'x="{x + wide // 2}" y="{y + 17}" text-anchor="middle" style="fill: #222"'
                 parts.append(f"<text {number}>{box.micro_batch}</text>")

@@ -1,7 +1,7 @@
 """ZeRO golf: your schedule. It works, and costs too much: `python -m lessons golf N` says how much.
 
-Change when things happen and what is kept, not what comes out: hooks decide when gradients leave, buckets
-how many leave at a time, and you when memory is let go of. Everything in `zero_min` may be used; its stages
+Change when things happen and what is kept, not what comes out: hooks decide when gradients are sent, buckets
+how many are sent at a time, and you when memory is freed. Everything in `zero_min` may be used; its stages
 are par.
 """
 

@@ -17,10 +17,10 @@ from pathlib import Path
 LIMIT = 20.0  # seconds for one test
 PATIENCE = 4  # times the limit, for a test that did not get the processor, or waits for ranks: they say why
 CRASHES = {
-    "Segmentation fault": "memory was used that is not there",
-    "access violation": "memory was used that is not there",
-    "Bus error": "memory was used that is not there",
-    "Aborted": "memory was damaged, or a library gave up",
+    "Segmentation fault": "the process used memory that it does not have",
+    "access violation": "the process used memory that it does not have",
+    "Bus error": "the process used memory that it does not have",
+    "Aborted": "memory was corrupted, or a library stopped the process",
     "Floating-point exception": "a division that the processor cannot do",
     "Illegal instruction": "an instruction that this processor does not have",
 }

@@ -40,6 +40,7 @@
       for (const [place, frame] of [...frames].entries()) frame.hidden = place !== range.valueAsNumber
       said.textContent = frames[range.valueAsNumber].dataset.value
       range.setAttribute("aria-valuetext", said.textContent)
+      window.dispatchEvent(new Event("resize")) // a page looks again at what can be scrolled
     })
     range.addEventListener("keydown", (event) => event.stopPropagation())
   }

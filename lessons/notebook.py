@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 QUIET = 'data-lm-suppress-shortcuts="true"'  # else JupyterLab takes keys for commands
@@ -59,10 +59,13 @@ def fold(title: str, *measured: object) -> Shown:
 
 
 def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object], at: int = 0) -> Shown:
-    """A slider over these values; `drawn` makes a picture or text for each. It begins with number `at`."""
+    """A slider over these values; `drawn` makes a picture or text for each. It begins with number `at`.
+
+    The pictures have one scale: what moves is what was measured, never an axis.
+    """
     frames, words = [], []
-    for place, value in enumerate(values):
-        made, said = drawn(value), f"{value:,}" if isinstance(value, (int, float)) else str(value)
+    for place, (value, made) in enumerate(zip(values, _to_one_scale([*map(drawn, values)]), strict=True)):
+        said = f"{value:,}" if isinstance(value, (int, float)) else str(value)
         hidden = "" if place == at else " hidden"
         frames.append(f'<div data-value="{html.escape(said)}"{hidden}>{_html(made, name + said)}</div>')
         words.append(f"{name} {said}: {made}")
@@ -77,6 +80,15 @@ def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object],
         f'<div class="zero-frames">\n{"".join(frames)}\n</div>\n</div>',
         "\n".join(words),
     )
+
+
+def _to_one_scale(made: Sequence[Any]) -> Sequence[Any]:
+    """Pictures (`lessons.plots.Picture`) drawn again, so that the axes of all go as far as the furthest."""
+    reaches = [getattr(each, "reach", ()) for each in made]
+    if len({len(reach) for reach in reaches}) != 1 or not reaches[0]:
+        return made  # text, or figures of several shapes
+    furthest = tuple(map(max, zip(*reaches, strict=True)))
+    return [each.redraw(furthest) for each in made]
 
 
 def _html(shown: object, place: str) -> str:

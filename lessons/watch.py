@@ -36,6 +36,7 @@ BUCKET = 64  # elements, so that stage 2 has several buckets
 MOST_LINES = 4000  # of a rank; what comes after is not shown
 SECONDS = 5.0  # until a rank that waits gives up, and four times that until a loop is taken for endless
 KINDS = ("parameters", "gradients", "optimizer")
+CONSTRUCTOR = "constructor"  # the phase before the step: the page opens after it
 PAGE = Path(__file__).with_name("watch_page")
 
 
@@ -94,7 +95,7 @@ class Watcher:
     meetings: list[Meeting] = field(default_factory=list)
     mail: list[Sent] = field(default_factory=list)
     received: int = 0  # messages that it has got
-    phase: str = "the trainer is made"
+    phase: str = CONSTRUCTOR
     end: str = ""  # how it ended, if it did
     stopped: bool = False  # it would have gone on, but another rank could not
     trainer: Any = None
@@ -259,6 +260,7 @@ def _train(comm: Comm, row: Row, watcher: Watcher) -> None:
     steps = row.steps if row.steps > 2 else 1  # more where they differ
     for step in range(1, steps + 1):
         of = f" of step {step}" if steps > 1 else ""
+        watcher.phase = f"zero_grad{of}"
         trainer.zero_grad()
         watcher.phase = f"forward{of}"
         loss = trainer.model(torch.randn(BATCH, WIDTHS[0], generator=generator))
@@ -381,6 +383,16 @@ def last_words(watchers: Sequence[Watcher], error: str) -> list[str]:
 # The file ----------------------------------------------------------------------------------------
 
 
+def first_of_the_step(watchers: Sequence[Watcher], shown_moments: Sequence[Moment]) -> int:
+    """The first moment with a line of the step; 0 if no rank has come so far."""
+    lines = [[line for stretch in w.lines for line in stretch] for w in watchers]
+    for number, moment in enumerate(shown_moments):
+        now = [mine[at] for mine, at in zip(lines, moment.at, strict=True) if mine]
+        if any(line.phase != CONSTRUCTOR for line in now):
+            return number
+    return 0
+
+
 def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, Any]:
     """What the page needs. Memories and phases are numbered: many lines have the same."""
     has_row = any(row.lesson == lesson.number for row in ROWS)
@@ -408,6 +420,7 @@ def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, A
         "phases": list(phases),
         "memories": list(memories),
         "ranks": ranks,
+        "start": first_of_the_step(watchers, shown_moments),
         "moments": [[m.at, [int(w) for w in m.waits], m.meeting, m.arrived] for m in shown_moments],
         "end": last_words(watchers, error),
         "waitsFor": waits_for(watchers) if error else [],

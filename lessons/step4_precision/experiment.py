@@ -355,16 +355,16 @@ def _plot_magnitudes(plot: Axes) -> None:
         plot.hist(powers, bins=range(-45, 3), weights=weights, color=colour, alpha=0.7, label=name)
     lowest = -25  # half of fp16's smallest number: what lies below is rounded to zero
     plot.axvline(lowest, linestyle="--", color="black", label="zero below, scale 1")
-    plot.axvline(lowest - 16, linestyle="--", color=SLATE, label="zero below, scale 2^16")
+    plot.axvline(lowest - 16, linestyle=":", color="black", label="zero below, scale 2^16")
     label(plot, "Gradients in fp16", "magnitude, as a power of two", "percent of the gradients")
     plot.set_ylim(0, 1.25 * plot.get_ylim()[1])
 
 
 def _plot_sums(plot: Axes) -> None:
-    for (dtype, errors), colour in zip(accumulated().items(), (BROWN, VIOLET), strict=True):
+    for (dtype, errors), colour in zip(accumulated().items(), (OLIVE, SLATE), strict=True):
         plot.plot(MICRO_BATCHES, [max(e, 1e-9) for e in errors], "o-", color=colour, label=_name(dtype))
     half_a_gap = torch.finfo(torch.bfloat16).eps / 2
-    plot.axhline(half_a_gap, linestyle="--", color=OLIVE, label="formula: bf16 rounds once, 2^-8 at most")
+    plot.axhline(half_a_gap, linestyle="--", color="black", label="formula: bf16 rounds once, 2^-8 at most")
     plot.set_xscale("log", base=2)
     plot.set_yscale("log")
     title = "Sums of bf16 gradients"

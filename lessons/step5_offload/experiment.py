@@ -16,7 +16,7 @@ import torch
 
 from lessons.bill import one_step
 from lessons.cells import columns, run_cell
-from lessons.colours import BROWN, OLIVE, SLATE, VIOLET
+from lessons.colours import AWAY, DISK, GRADIENTS, OPTIMIZER, PARAMETERS, VIOLET
 from lessons.plots import label, new_figure, save
 from zero_min import Stage2, Stage2Disk, Stage2Offload, run_world
 from zero_min.comm import Comm
@@ -168,7 +168,7 @@ def main(world: int = 4) -> None:
         print(f"{name}: one step took {1000 * slowest:.1f} ms here, with threads as ranks and no GPU")
     figure, (left, middle, right) = new_figure(3)
     below = [0.0] * len(STAGES)
-    for place, colour in zip(PLACES, (VIOLET, BROWN, OLIVE), strict=True):
+    for place, colour in zip(PLACES, (VIOLET, AWAY, DISK), strict=True):
         heights = []
         for name in STAGES:
             ranks = _ranks(name, world)
@@ -179,16 +179,23 @@ def main(world: int = 4) -> None:
     left.axhline(2, linestyle=":", color="black", label="formula on the device: 2")
     label(left, f"Who waits where, {world} ranks", "stage 2, 16 bits", "bytes per parameter and rank")
     left.set_ylim(0, 1.75 * (2 + 14 / world))  # the legend has five lines
-    for what, colour, marker in ((DOWN, BROWN, "v"), (UP, VIOLET, "^")):
+    for what, colour, marker in ((DOWN, GRADIENTS, "v"), (UP, PARAMETERS, "^")):
         copied = [_each(_ranks("offload", world, m), what) for m in MICRO_BATCHES]
         middle.plot(MICRO_BATCHES, copied, marker, color=colour, label=what)
-    middle.plot(MICRO_BATCHES, [2 * m for m in MICRO_BATCHES], "--", color=BROWN, label="formula: 2m")
-    middle.plot(MICRO_BATCHES, [2] * len(MICRO_BATCHES), "--", color=VIOLET, label="formula: 2")
+    middle.plot(MICRO_BATCHES, [2 * m for m in MICRO_BATCHES], "--", color="black", label="formula: 2m")
+    middle.plot(MICRO_BATCHES, [2] * len(MICRO_BATCHES), ":", color="black", label="formula: 2")
     middle.set_xticks(MICRO_BATCHES)
     label(middle, "Offload: copied in a step", "micro-batches m", "bytes per parameter, all ranks")
-    for i, (what, colour) in enumerate(((READ, OLIVE), (WRITTEN, SLATE))):
+    for i, (what, fill) in enumerate(((READ, OPTIMIZER), (WRITTEN, "none"))):
         copied = [_each(_ranks("disk", world, chunk=chunk), what) for chunk in CHUNKS]
-        right.bar([x + 0.4 * i - 0.2 for x in range(len(CHUNKS))], copied, 0.36, color=colour, label=what)
+        right.bar(
+            [x + 0.4 * i - 0.2 for x in range(len(CHUNKS))],
+            copied,
+            0.34,
+            color=fill,
+            label=what,
+            edgecolor=OPTIMIZER,
+        )
     right.axhline(12, linestyle="--", color="black", label="formula: 12 each way")
     right.set_xticks(range(len(CHUNKS)), [f"{chunk:,}" for chunk in CHUNKS])
     label(right, "Disk: copied in a step", "chunk in elements", "bytes per parameter, all ranks")

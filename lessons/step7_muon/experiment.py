@@ -220,13 +220,14 @@ def main(world: int = 4) -> None:
         f"{hidden / sum(sizes_of(shapes)):.0%} of the parameters are Muon's; a rank of {world} holds {held}"
     )
     figure, (left, middle, right) = new_figure(3)
-    for (colour, dash), parts in zip(RANKS, (1, 2, 4, 8), strict=True):
-        made = _cut(_drawn(64, 64), parts)
+    for (_, dash), parts in zip(RANKS, (1, 2, 4, 8), strict=True):
+        made, colour = _cut(_drawn(64, 64), parts), OLIVE if parts > 1 else VIOLET  # as on the right
         left.plot(torch.linalg.svdvals(made).tolist(), dash, color=colour, label=f"cut into {parts}")
     label(left, "64 x 64, made orthogonal in parts", "number of the singular value", "singular value")
     found = visits([n for n in (1, 2, 4, 8) if n <= max(2, world)])
     middle.plot([f[0] for f in found], [f[1] / f[4] for f in found], "o", color=VIOLET, label="measured")
     middle.plot([f[0] for f in found], [f[2] / f[4] for f in found], "--", color="black", label="formula")
+    middle.set_xticks([f[0] for f in found])
     label(middle, "What the visits send, all ranks together", "ranks", "bytes an element of a matrix")
     for name, make in TRAINERS.items():
         runs = [run_world(_learn, world, make, seed)[0] for seed in (0, 1, 2)]

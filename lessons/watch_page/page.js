@@ -20,13 +20,16 @@ const zeroWatch = (() => {
   function codeOf(file) {
     const shown = run.files[file].text.split("\n").map((text, place) => [text, place + 1])
     const wanted = shown.filter(([text]) => !/^\s*# --8<-- /.test(text))
-    return wanted.map(([text, number]) => `<div data-line="${number}">${escaped(text) || " "}</div>`).join("")
+    const inset = (text) => Math.min(text.search(/\S|$/) + 4, 16)  // of what a long line continues with
+    const row = ([text, number]) => `<div data-line="${number}" style="--inset: ${inset(text)}ch">${escaped(text) || " "}</div>`
+    return wanted.map(row).join("")
   }
 
   function build() {
     find(".ranks").innerHTML = run.ranks.map((_, rank) => `<section class="rank" aria-label="rank ${rank}">
-      <h2>rank ${rank} <span></span></h2><div class="strip" role="img"></div><p class="bytes"></p>
-      <div class="code" tabindex="0" role="region" aria-label="code of rank ${rank}"></div></section>`).join("")
+      <h2>rank ${rank} <span></span></h2><div class="strip" role="img"></div><p class="bytes"></p></section>`).join("")
+    find(".places").innerHTML = run.ranks.map(() => `<section class="place" hidden><h2></h2>
+      <div class="code" tabindex="0" role="region"></div></section>`).join("")
     find(".seek").max = LAST
     find(".legend").innerHTML = Object.entries(NAMES).map(([kind, name]) => `<li><i class="${kind}"></i>${name}</li>`).join("")
     if (!broken) return
@@ -35,26 +38,49 @@ const zeroWatch = (() => {
   }
 
   function column(rank) {
-    const panel = document.querySelectorAll(".rank")[rank], line = lineOf(rank), code = panel.querySelector(".code")
+    const panel = document.querySelectorAll(".rank")[rank], line = lineOf(rank)
     const waits = moment()[1][rank] === 1
     panel.classList.toggle("waits", waits)
-    const state = now === LAST && broken && run.ranks[rank].end ? ", has ended" : waits ? ", waits" : ""
-    panel.querySelector("h2 span").textContent = line ? `${run.files[line[0]].name}:${line[1]}${state}` : ""
-    if (!line) return
-    if (code.dataset.file !== String(line[0])) {
-      code.dataset.file = line[0]
-      code.innerHTML = codeOf(line[0])
+    const state = now === LAST && broken && run.ranks[rank].end ? "has ended" : waits ? "waits" : ""
+    panel.querySelector("h2 span").textContent = [line ? `line ${line[1]}` : "", state].filter(Boolean).join(", ")
+    panel.dataset.line = line ? line[1] : ""
+    if (line) strip(panel, run.memories[line[3]])
+  }
+
+  // Ranks at the same line share a window, so that it is wide enough for a whole line.
+  function places() {
+    const groups = new Map()
+    run.ranks.forEach((_, rank) => {
+      const line = lineOf(rank)
+      if (!line) return
+      const key = `${line[0]}:${line[1]}`
+      groups.set(key, [...(groups.get(key) || []), rank])
+    })
+    const panels = [...document.querySelectorAll(".place")], shown = [...groups.values()]
+    find(".places").dataset.count = shown.length
+    panels.forEach((panel, place) => {
+      panel.hidden = place >= shown.length
+      if (!panel.hidden) look(panel, shown[place])
+    })
+  }
+
+  function look(panel, ranks) {
+    const [file, number] = lineOf(ranks[0]), code = panel.querySelector(".code")
+    const names = ranks.length > 1 ? `ranks ${ranks.slice(0, -1).join(", ")} and ${ranks.at(-1)}` : `rank ${ranks[0]}`
+    panel.querySelector("h2").textContent = `${names}: ${run.files[file].name}, line ${number}`
+    code.setAttribute("aria-label", `code of ${names}`)
+    if (code.dataset.file !== String(file)) {
+      code.dataset.file = file
+      code.innerHTML = codeOf(file)
     }
-    const old = code.querySelector(".now"), next = code.querySelector(`[data-line="${line[1]}"]`)
+    const old = code.querySelector(".now"), next = code.querySelector(`[data-line="${number}"]`)
     if (old) old.removeAttribute("aria-current")
     if (old) old.classList.remove("now")
-    if (next) {
-      next.classList.add("now")
-      next.setAttribute("aria-current", "true")
-      const low = next.offsetTop - code.clientHeight * 0.75, high = next.offsetTop - code.clientHeight * 0.25
-      if (code.scrollTop < low || code.scrollTop > high) code.scrollTop = next.offsetTop - code.clientHeight / 2
-    }
-    strip(panel, run.memories[line[3]])
+    if (!next) return
+    next.classList.add("now")
+    next.setAttribute("aria-current", "true")
+    const low = next.offsetTop - code.clientHeight * 0.75, high = next.offsetTop - code.clientHeight * 0.25
+    if (code.scrollTop < low || code.scrollTop > high) code.scrollTop = next.offsetTop - code.clientHeight / 2
   }
 
   function strip(panel, memory) {
@@ -126,13 +152,14 @@ const zeroWatch = (() => {
 
   function show(place) {
     now = Math.max(0, Math.min(place, LAST))
-    const line = lineOf(0)
+    const line = run.ranks.map((_, rank) => lineOf(rank)).find(Boolean)
     const cut = run.cut && now === LAST ? " Later lines were too many to be shown." : ""
-    const phase = line ? `${run.phases[line[2]]}. ` : ""
-    find(".caption").textContent = `${now} of ${LAST}. ${phase}${said()}${cut}`
+    const phase = line ? `, ${run.phases[line[2]]}` : ""
+    find(".caption").textContent = `${now} of ${LAST}${phase}. ${said()}${cut}`
     find(".seek").value = now
     find(".seek").setAttribute("aria-valuetext", `moment ${now} of ${LAST}`)
     run.ranks.forEach((_, rank) => column(rank))
+    places()
     wire()
     for (const name of ["first", "before", "back"]) find(`[data-do=${name}]`).disabled = now === 0
     for (const name of ["next", "after", "last"]) find(`[data-do=${name}]`).disabled = now === LAST
@@ -142,7 +169,7 @@ const zeroWatch = (() => {
 
   const isCall = ([, , meeting, messages]) => meeting >= 0 || messages.length > 0
   const deeds = {
-    first: () => show(0),
+    first: () => show(now > run.start ? run.start : 0),
     before: () => show(run.moments.slice(0, now).findLastIndex(isCall)),
     back: () => show(now - 1),
     next: () => show(now + 1),
@@ -167,6 +194,6 @@ const zeroWatch = (() => {
   find(".seek").addEventListener("input", (event) => show(Number(event.target.value)))
 
   build()
-  show(0)
+  show(run.start)
   return { show, at: () => now, said, last: LAST }
 })()

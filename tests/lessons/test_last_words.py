@@ -83,7 +83,7 @@ def test_a_crash_names_the_line_and_its_task(tmp_path: Path) -> None:
     end = last_words.read(last_words_of(theirs + "m['Sliced'].reduce_gradient(None)", tmp_path), [file])
     assert end is not None and end.place == (file, number)
     said = explain(lesson, end)
-    assert "Segmentation fault: memory was used that is not there" in said
+    assert "Segmentation fault: the process used memory that it does not have" in said
     assert f"line {number}, task reduce: import faulthandler" in said
     assert said.endswith("help: python -m lessons hint 3 reduce")
 
@@ -118,6 +118,6 @@ def test_check_says_where_tests_could_not_go_on(wrong: str, why: str, capfd: Cap
     answer_with(LESSONS[2], ("return low, max(low, high)", wrong))
     assert check(LESSONS[2]) == 1
     said = capfd.readouterr().out
-    assert "the tests could not go on in test_overlap_" in said and why in said
+    assert "the tests stopped in test_overlap_" in said and why in said
     assert f"task overlap: {wrong}\nread: lessons/step2_gradients/lesson.md:" in said
     assert said.endswith("help: python -m lessons hint 2 overlap\n")

@@ -37,6 +37,11 @@ def test_every_line_and_every_call_is_shown_once_and_in_order(lesson: Lesson) ->
         assert seen == sorted(seen) and set(seen) == set(range(len(each["lines"])))
         lengths = [text["text"].count("\n") for text in run["files"]]
         assert all(1 <= line <= lengths[file] for file, line, *_ in each["lines"])
+    opened = {
+        run["phases"][each["lines"][at][2]]
+        for each, at in zip(run["ranks"], moments[run["start"]], strict=True)
+    }
+    assert opened != {watch.CONSTRUCTOR}
     met = [moment[2] for moment in run["moments"] if moment[2] >= 0]
     assert met == [] if lesson is PIPELINE else met == list(range(len(run["ranks"][0]["meetings"])))
     assert [Path(file["name"]).name for file in run["files"]] == [f.name for f, _ in lesson.files]

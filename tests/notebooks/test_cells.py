@@ -10,7 +10,8 @@ import pytest
 
 from lessons.cells import change_line, torchrun
 from lessons.exercise import LessonError
-from lessons.plots import cut, lanes, new_figure, picture, spans, strips
+from lessons.notebook import slider
+from lessons.plots import Picture, cut, lanes, new_figure, picture, spans, strips
 from zero_min.ledger import Event
 
 PAIR = "my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
@@ -108,6 +109,57 @@ def test_a_picture_is_the_same_text_every_time() -> None:
 
 def _ids(svg: str) -> list[str]:
     return re.findall(r'\bid="([^"]+)"', svg)
+
+
+def shown(svg: str) -> list[str]:
+    """The words in a picture."""
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg)
+
+
+def test_all_pictures_of_a_slider_have_one_scale() -> None:
+    def strip(size: int) -> Picture:
+        return strips({"rank 0": {"parameters": 10 * size}}, 10)
+
+    def line(size: int) -> Picture:
+        figure, (plot,) = new_figure(1)
+        plot.plot([0, size])
+        return picture(figure, f"up to {size}")
+
+    def lane(size: int) -> Picture:
+        return lanes([[Event("all_gather", size, 0), Event("all_reduce", 1, 0)]], 1)
+
+    def axis(svg: str) -> list[str]:
+        return [word for word in shown(svg) if re.fullmatch(r"\d+(\.\d)?", word)]
+
+    for drawn in (strip, line):
+        small, large = slider("size", [1, 16], drawn).html.split("data-value=")[1:]
+        assert axis(small) == axis(large) == axis(drawn(16).svg) != axis(drawn(1).svg)
+    small, _ = slider("size", [1, 16], lane).html.split("data-value=")[1:]  # its boxes have no axis
+    boxes = re.compile(r'<path d="([^"]*)"')
+    assert boxes.findall(small) != boxes.findall(lane(1).svg)
+
+
+def test_ranks_that_are_alike_are_one_row_and_the_others_are_not() -> None:
+    same = {f"stage 1, rank {rank}": {"parameters": 40} for rank in range(3)}
+    other = {"stage 1, rank 3": {"parameters": 20}}
+    words = shown(strips(same | other, 10).svg)
+    assert (
+        "stage 1, ranks 0 to 2, x3" in words and "stage 1, rank 3" in words and "stage 1, rank 0" not in words
+    )
+    events = [Event("send", 8, 8)]
+    assert "ranks 0 to 3, x4" in shown(lanes([events] * 4, 1).svg)
+    assert "rank 1" in shown(lanes([events, [Event("send", 4, 8)]], 1).svg)
+
+
+def test_a_number_without_room_in_its_box_stands_beside_the_row() -> None:
+    words = shown(strips({"a": {"parameters": 10, "optimizer": 200}, "b": {"parameters": 100}}, 10).svg)
+    assert "= 1.00 + 20.00" in [word.strip() for word in words] and "1.00" not in words and "10.00" in words
+
+
+def test_where_boxes_are_narrow_the_legend_names_no_letters() -> None:
+    few, many = ([Event("all_gather", 8, 0)] * count for count in (5, 200))
+    assert {"G", "G all_gather"} <= set(shown(lanes([few], 1).svg))
+    assert "all_gather" in shown(lanes([many], 1).svg) and "G" not in shown(lanes([many], 1).svg)
 
 
 def test_the_pictures_words_carry_the_numbers() -> None:

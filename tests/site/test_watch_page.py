@@ -52,8 +52,8 @@ def opened(
 
 
 def shown(page: Any) -> list[str]:
-    """The caption, every rank's marked line and its bytes, the wire."""
-    marked = page.locator(".code .now").evaluate_all("all => all.map((line) => line.dataset.line)")
+    """The caption, every rank's line and its bytes, the wire."""
+    marked = page.locator(".rank").evaluate_all("all => all.map((rank) => rank.dataset.line)")
     return [
         page.inner_text(".caption"),
         *marked,
@@ -65,6 +65,7 @@ def shown(page: Any) -> list[str]:
 @pytest.mark.rotates
 def test_it_steps_both_ways_and_shows_what_was_recorded(opened: tuple[Any, str, dict[str, Any]]) -> None:
     page, name, run = opened
+    assert page.evaluate("zeroWatch.at()") == run["start"] > 0
     before = [shown(page)]
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowRight"):
         page.keyboard.press(key)
@@ -74,10 +75,15 @@ def test_it_steps_both_ways_and_shows_what_was_recorded(opened: tuple[Any, str, 
         page.keyboard.press(key)
         assert key == "ArrowUp" or shown(page) == wanted
     place = page.evaluate("zeroWatch.at()")
+    places = set()
     for rank, column in enumerate(page.locator(".rank").all()):
         lines, at = run["ranks"][rank]["lines"], run["moments"][place][0][rank]
         if lines:
-            assert column.locator(".now").get_attribute("data-line") == str(lines[at][1])
+            assert column.get_attribute("data-line") == str(lines[at][1])
+            places.add(str(lines[at][1]))
+    windows = page.locator(".place:visible .now")  # one for all ranks at the same line
+    assert {line.get_attribute("data-line") for line in windows.all()} == places
+    assert windows.count() == len(places)
     page.keyboard.press("End")
     assert page.evaluate("zeroWatch.at() === zeroWatch.last")
     assert page.is_visible(".end") == (name == "hang")
@@ -89,6 +95,8 @@ def test_it_steps_both_ways_and_shows_what_was_recorded(opened: tuple[Any, str, 
         assert page.locator(".wire path.travel").count() == 12
     page.keyboard.press("Home")
     assert shown(page) == before[0]
+    page.keyboard.press("Home")
+    assert page.evaluate("zeroWatch.at()") == 0 and "constructor" in page.inner_text(".caption")
 
 
 @pytest.mark.rotates
@@ -96,6 +104,8 @@ def test_it_fits_the_screen_and_everybody_can_read_it(opened: tuple[Any, str, di
     page, _, _ = opened
     page.keyboard.press("End")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    codes = page.locator(".place:visible .code")
+    assert all(codes.evaluate_all("all => all.map((code) => code.scrollWidth <= code.clientWidth)"))
     assert not violations(page)
 
 

@@ -108,10 +108,10 @@ const zeroClockPage = (() => {
   // The words -----------------------------------------------------------------------------------
 
   function hiding({ early, found }, run) {
-    if (early === null) return "Nothing leaves before the arithmetic is over, so no batch hides the network behind it."
-    if (found === null) return "What leaves early is waited for at once, so no batch hides it."
-    return `With more tokens more hides, up to ${duration(run.hidden)} of the network's ${duration(run.sending)}: in the ` +
-      `replay from ${count(found)} tokens a rank on, by the formula, which knows bandwidth alone, from ${count(early)}.`
+    if (early === null) return "Nothing is sent before the arithmetic is over, so no batch hides the network behind it."
+    if (found === null) return "The arithmetic waits at once for what is sent early, so no batch hides it."
+    return `Larger batches hide more communication, at most ${duration(run.hidden)} of its ${duration(run.sending)}. The replay ` +
+      `gets there at ${count(found)} tokens per rank; the formula, which ignores latency, predicts ${count(early)}.`
   }
 
   const HEADS = ["", "step", "arithmetic", "network busy", "hidden", "stands still", "hides from, replay", "formula"]

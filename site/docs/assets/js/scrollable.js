@@ -1,5 +1,5 @@
 // What can be scrolled sideways must be reachable with the keyboard: tables, drawings and long formulas.
-const WIDE = ".md-typeset__scrollwrap, .drawing, .arithmatex, .output"
+const WIDE = ".md-typeset__scrollwrap, .drawing, .arithmatex, .output, .output figure"
 
 // Regions of a page need different names: each has its number, and its heading.
 function nameOf(element, number) {
