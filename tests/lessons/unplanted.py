@@ -54,7 +54,12 @@ MISTAKES = {
             "        for s in slices[:1]:\n            s.gather()",
             "2 of 2 are not finite",
         ),
-        ("next", "return self.recorded[here]\n", "return self.recorded[here][1:]\n", "`len(the result)` is 0"),
+        (
+            "next",
+            "return self.recorded[here]\n",
+            "return self.recorded[here][1:]\n",
+            "`len(the result)` is 0",
+        ),
         (
             "ahead",
             "self.current += (tuple(slices),)\n        self._collect(slices)",
