@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise LessonError(
                 f"{chosen.command}: answers are not here. Your instructor has the whole project"
             )
-        if "number" in chosen and chosen.number is None and chosen.run is not notebook:
+        needed = chosen.run is not notebook and not _is_about_the_board(chosen)
+        if "number" in chosen and chosen.number is None and needed:
             asked = "course" if chosen.command == "golf" else "lesson"
             raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
         with ends_imports():
@@ -125,8 +126,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     each.add_argument("--bucket", type=float, help="lesson 2: bucket, as a share of the model (default 0.08)")
     add("watch", watch, "your file on four ranks, line by line, as a page for a browser", lesson)
-    add("golf", golf, "a schedule of your own, and what it costs beside a stage", "the course: 1, 2 or 3")
+    each = add(
+        "golf", golf, "a schedule of your own, and what it costs beside a stage", "the course: 1, 2 or 3"
+    )
+    each.add_argument("--submit", metavar="NAME", help="write an entry for the public board, in this name")
+    each.add_argument("--board", action="store_true", help="print the public board")
+    each.add_argument(
+        "--replay", nargs="*", type=Path, metavar="FILE", help="play entries of the board again; else all"
+    )
     return parser
+
+
+def _is_about_the_board(chosen: Chosen) -> bool:
+    return chosen.command == "golf" and (chosen.board or chosen.replay is not None)
 
 
 def _may_be_mine(parser: argparse.ArgumentParser) -> None:
@@ -237,13 +249,33 @@ def watch(chosen: Chosen) -> int:
 
 
 def golf(chosen: Chosen) -> int:
-    """A course of ZeRO golf."""
+    """A course of ZeRO golf, or its public board."""
+    if _is_about_the_board(chosen):
+        return golf_board(chosen)
     if chosen.number not in COURSES:  # before torch is imported
         known = "; ".join(f"{number}: {title}" for number, title in COURSES.items())
         raise LessonError(f"there is no course {chosen.number!r}; the courses are {known}")
+    if chosen.submit is not None:
+        from lessons import golf_board as board
+
+        print(board.submit(chosen.number, chosen.submit))
+        return 0
     from lessons.golf import golf as play
 
     return play(chosen.number)
+
+
+def golf_board(chosen: Chosen) -> int:
+    """The public board; or its entries, played again: 0 if all of them count."""
+    from lessons import golf_board as board  # a release has none
+
+    if chosen.replay is None:
+        print_table(board.table())
+        print(f"{board.OURS}: what `golf N` writes. How to hand in: site/docs/golf.md")
+        return 0
+    rows, fine = board.replay(chosen.replay)
+    print_table([("course", "name", "score", "result"), *rows])
+    return 0 if fine else 1
 
 
 def clock(chosen: Chosen) -> int:

@@ -171,28 +171,50 @@ def wrong(course: Course, params: list[list[Tensor]]) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Round:
+    """A course that was played: what it cost, and why it does not count, if it does not."""
+
+    cost: Cost
+    par: Cost
+    told: str
+
+    @property
+    def score(self) -> float:
+        """In percent of par, as it is shown and compared."""
+        return round(self.cost.score(self.par), 1)
+
+
+def played(course: Course, make: Make) -> Round:
+    """Play the course with this schedule, and with par's."""
+    mine, params = play(course, make)
+    theirs, _ = play(course, course.par)
+    told = wrong(course, params)
+    if not told and not mine.sent:
+        told = "the ranks have sent nothing by `comm`, and have no other way to each other"
+    if not told and mine.exceeds(theirs):
+        told = f"no number may exceed {MOST:g} of par"
+    return Round(mine, theirs, told)
+
+
 def card(course: Course, make: Make, board: Path) -> int:
     """Play the course with this schedule, and print what it costs. Returns 1 if it is no par."""
-    mine, params = play(course, make)
-    if told := wrong(course, params):
-        print(f"not counted: {told}")
+    found = played(course, make)
+    mine, theirs = found.cost, found.par
+    if found.told and not mine.exceeds(theirs):
+        print(f"not counted: {found.told}")
         return 1
-    if not mine.sent:
-        print("not counted: the ranks have sent nothing by `comm`, and have no other way to each other")
-        return 1
-    theirs, _ = play(course, course.par)
     print(f"{'':<24}{'yours':>12}{f'par: stage {course.stage}':>16}")
     names = ["live bytes at the most", "bytes sent", "collectives"]
     for name, yours, stage in zip(names, _numbers(mine), _numbers(theirs), strict=True):
         over = " too much" if yours > MOST * stage else " over par" if yours > stage else ""
         print(f"{name:<24}{yours:>12,}{stage:>16,}  {over}".rstrip())
-    if mine.exceeds(theirs):
-        print(f"not counted: no number may exceed {MOST:g} of par")
+    if found.told:
+        print(f"not counted: {found.told}")
         return 1
-    score = mine.score(theirs)
-    print(f"{'score':<24}{score:>12.1f}{100.0:>16.1f}   less is better")
-    print(f"your best: {', '.join(f'{one:.1f}' for one in remember(board, course, score, mine))}")
-    return 0 if score <= 100 else 1
+    print(f"{'score':<24}{found.score:>12.1f}{100.0:>16.1f}   less is better")
+    print(f"your best: {', '.join(f'{one:.1f}' for one in remember(board, course, found.score, mine))}")
+    return 0 if found.score <= 100 else 1
 
 
 def remember(board: Path, course: Course, score: float, cost: Cost) -> list[float]:
@@ -227,15 +249,34 @@ def golf(number: str) -> int:
         raise LessonError(f"stopped after {LIMIT} s: is there a loop that never ends?") from None
 
 
-def main() -> int:
-    """Play course argv[1] with the file argv[2], in this process."""
-    path = Path(sys.argv[2])
+def schedule_of(path: Path) -> Make:
+    """The file's `Schedule`. Each rank reads the file by itself, so that ranks share none of its names."""
+
+    def make(model: nn.Module, comm: Comm, lr: float) -> Any:
+        return _module(path).Schedule(model, comm, lr)
+
+    assert _module(path).Schedule  # an error of the file itself is raised here
+    return make
+
+
+def _module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("schedule", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> int:
+    """Play course argv[1] with the file argv[2], in this process. With argv[3]: write the round into it."""
+    path, course = Path(sys.argv[2]), COURSES[int(sys.argv[1]) - 1]
     try:
-        spec.loader.exec_module(module)
-        return card(COURSES[int(sys.argv[1]) - 1], module.Schedule, path.with_name("golf.json"))
+        if len(sys.argv) > 3:
+            found = played(course, schedule_of(path))
+            said = {"cost": asdict(found.cost), "score": found.score, "told": found.told}
+            Path(sys.argv[3]).write_text(json.dumps(said), encoding="utf-8")
+            return 0
+        return card(course, schedule_of(path), path.with_name("golf.json"))
     except Exception as error:  # whatever the learner's file does wrong
         for entry in traceback.extract_tb((error.__cause__ or error).__traceback__):
             if entry.filename == str(path):

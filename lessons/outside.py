@@ -71,12 +71,13 @@ def reaching(lesson: Lesson, name: str, source: str) -> list[str]:
     given = {line.strip() for line in blank(answer, lesson.number).splitlines()}
     lines = source.splitlines()
     found = {
-        line: what for line, what in _reaching(ast.parse(source)) if lines[line - 1].strip() not in given
+        line: what for line, what in reaching_lines(ast.parse(source)) if lines[line - 1].strip() not in given
     }
     return [f"{name}, line {line}: {what}" for line, what in sorted(found.items())]
 
 
-def _reaching(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def reaching_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Each line of a program that reaches outside of what computing needs, and what it reaches for."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module if isinstance(node, ast.ImportFrom) else None

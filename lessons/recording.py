@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_min.comm import Comm
+from zero_min.comm import Comm, Handle
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Ledger, Listener, tensors_in
 from zero_min.thread_comm import ThreadComm, run_world
@@ -144,6 +144,18 @@ class TimedComm(ThreadComm):
         result = super().all_gather(whole, mine, label)
         self._filled(result)
         return result
+
+    def start_all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Handle:
+        """As ever, noted. The program stops where it waits."""
+        handle = super().start_all_gather(whole, mine, label)
+        call = self.diary.calls - 1
+        self._filled(whole)
+
+        def wait() -> None:
+            handle.wait()
+            self.diary.work(0, call)
+
+        return Handle(wait)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """As ever, noted."""

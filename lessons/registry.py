@@ -112,10 +112,15 @@ LESSONS = [
         3,
         "step3_parameters",
         "Stage 3: shard the parameters",
-        ("zero_min/stage3.py",),
+        ("zero_min/stage3.py", "zero_min/prefetch.py"),
         3,
         "lesson 2",
-        ("tests/zero_min/test_sliced.py", "tests/zero_min/test_stage3.py", *_conformance(3)),
+        (
+            "tests/zero_min/test_sliced.py",
+            "tests/zero_min/test_stage3.py",
+            "tests/zero_min/test_prefetch.py",
+            *_conformance(3),
+        ),
     ),
     Lesson(
         4,

@@ -13,7 +13,8 @@ A `Comm` is always passed in, never global. Each collective writes the bytes thi
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +27,13 @@ OUR_FILES = [str(Path(__file__).with_name(f"{kind}comm.py")) for kind in ("", "t
 
 class WorldError(RuntimeError):
     """A world of ranks cannot go on; the message names the rank and the place."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A collective that has been started. Its result may be read after `wait()`."""
+
+    wait: Callable[[], object]
 
 
 class Comm(ABC):
@@ -98,6 +106,17 @@ class Comm(ABC):
 
     def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
+        self._check_parts(whole, mine)
+        self.ledger.charge("all_gather", mine.nbytes * (self.world_size - 1))
+        return self._all_gather(describe("all_gather", mine, label=label), whole, mine)
+
+    def start_all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Handle:
+        """Start an all_gather, and go on while it travels. Neither tensor may change before `wait()`."""
+        self._check_parts(whole, mine)
+        self.ledger.charge("all_gather", mine.nbytes * (self.world_size - 1))
+        return self._start_all_gather(describe("all_gather", mine, label=label), whole, mine)
+
+    def _check_parts(self, whole: Tensor, mine: Tensor) -> None:
         _check("all_gather", mine)
         _check("all_gather", whole, in_place=True)
         if whole.numel() < mine.numel():
@@ -110,8 +129,6 @@ class Comm(ABC):
                 f"all_gather needs equal parts: {self.world_size} ranks x {mine.numel()} elements do not "
                 f"fill {whole.numel()}; pad the tensor to a multiple of the world size first"
             )
-        self.ledger.charge("all_gather", mine.nbytes * (self.world_size - 1))
-        return self._all_gather(describe("all_gather", mine, label=label), whole, mine)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every rank, in place. The source sends (N-1) n."""
@@ -150,6 +167,8 @@ class Comm(ABC):
     ) -> list[Tensor]: ...
     @abstractmethod
     def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _start_all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Handle: ...
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
     @abstractmethod

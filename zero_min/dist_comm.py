@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_min.comm import Comm, WorldError, caller, describe
+from zero_min.comm import Comm, Handle, WorldError, caller, describe
 
 T = TypeVar("T")
 SETTLE = 0.2  # seconds
@@ -139,6 +139,18 @@ class DistComm(Comm):
     def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor:
         self._guard(call, lambda: _all_gather_single(whole.view(-1), mine.contiguous().view(-1)))
         return whole
+
+    def _start_all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Handle:
+        flat, part = whole.view(-1), mine.contiguous().view(-1)
+        work = self._guard(call, lambda: _all_gather_single(flat, part, async_op=True))
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise WorldError(self._post_mortem(f"waiting for {call} at {caller()}", error)) from error
+
+        return Handle(wait)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self._guard(describe(f"broadcast from {source}", tensor), lambda: dist.broadcast(tensor, source))

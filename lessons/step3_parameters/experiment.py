@@ -3,9 +3,10 @@
 Run it with `python -m lessons run 3`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
 
 import torch
 from matplotlib.axes import Axes
@@ -138,6 +139,8 @@ def _lifecycle(comm: Comm, trainer_class: type[Stage3], layers: int, bias: bool)
         for verb, method, only_if in heard:
             name = "reduce_gradient" if verb == "reduce" else verb
             setattr(s, name, partial(overhear, s, verb, method, only_if))
+    if isinstance(trainer, Stage3Prefetch):
+        _overhear_prefetch(trainer, said)
     for layer in model:
         name = f"layer {list(model).index(layer)}"
         layer.register_forward_pre_hook(lambda *_, name=name: said.append(("run", name)))
@@ -149,6 +152,21 @@ def _lifecycle(comm: Comm, trainer_class: type[Stage3], layers: int, bias: bool)
         trainer.backward(loss)
         trainer.step()
     return _sentences(said)
+
+
+def _overhear_prefetch(trainer: Stage3Prefetch, said: list[tuple[str, str]]) -> None:
+    """Note each gather that is started early, and where it is waited for."""
+    start, collect = trainer._start, trainer._collect
+
+    def starts(s: Sliced) -> None:
+        said.extend([] if s.is_whole or s in trainer.coming else [("start", s.name)])
+        start(s)
+
+    def collects(slices: Sequence[Sliced]) -> None:
+        said.extend(("wait", s.name) for s in slices if s in trainer.coming)
+        collect(slices)
+
+    trainer._start, trainer._collect = starts, collects  # type: ignore[method-assign]
 
 
 def _sentences(said: list[tuple[str, str]]) -> list[str]:
@@ -173,9 +191,7 @@ def ahead() -> str:
     for trainer_class in (Stage3, Stage3Prefetch):
         lines = run_world(_lifecycle, 2, trainer_class, 3, False)[0]
         sides.append([trainer_class.__name__, *lines[: lines.index("backward")]])
-    left, right = sides
-    right += [""] * (len(left) - len(right))
-    return "\n".join(f"{a:<22}{b}".rstrip() for a, b in zip(left, right, strict=True))
+    return "\n".join(f"{a:<22}{b}".rstrip() for a, b in zip_longest(*sides, fillvalue=""))
 
 
 def refilled() -> str:

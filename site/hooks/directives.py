@@ -15,6 +15,7 @@ lanes: NAME              a picture of that recording's last step, a row for each
 records: NAMES           some of them, folded: what stands behind a chart
 chart: NAME              a sentence and bars: how long something takes beside its peers (charts.py)
 plot: NAME               another picture of what a record has (record_plots.py)
+golf: board              the public board of ZeRO golf, with each entry's code
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
@@ -29,6 +30,7 @@ import api_pages
 import charts
 import config_page
 import formulas
+import golf_page
 import import_graph
 import instructors_page
 import messages
@@ -129,6 +131,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "records": _records,
     "chart": charts.render,
     "plot": record_plots.render,
+    "golf": golf_page.render,
     "museum": museum_page.render,
     "instructors": instructors_page.render,
     "list": _list,

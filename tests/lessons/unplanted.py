@@ -54,6 +54,18 @@ MISTAKES = {
             "        for s in slices[:1]:\n            s.gather()",
             "2 of 2 are not finite",
         ),
+        (
+            "next",
+            "return self.recorded[here]\n",
+            "return self.recorded[here][1:]\n",
+            "`len(the result)` is 0",
+        ),
+        (
+            "ahead",
+            "self.current += (tuple(slices),)\n        self._collect(slices)",
+            "self.current = (tuple(slices),)\n        self._collect(slices)",
+            "in its 2nd call, `self.current[0][0].name` is 1.weight",
+        ),
     ],
     "4": [
         ("scale", "= self.steps\n", "= self.steps + 1\n", "in its 3rd call, `self.last_overflow` is 3"),

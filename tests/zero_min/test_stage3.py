@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.cases import Case, sizes, train
 from tests.trainers import Subject
 from tests.worlds import POOL, RankError
-from zero_min import DistComm, Stage3, Stage3Prefetch, run_world
+from zero_min import DistComm, Stage3, run_world
 from zero_min.comm import Comm, WorldError
 from zero_min.formula import padded
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
@@ -73,11 +73,10 @@ def test_only_one_module_is_whole_at_a_time_in_forward() -> None:
     assert run_world(body, 2) == [expected] * 2
 
 
-@pytest.mark.parametrize(("stage_class", "modules"), [(Stage3, 1), (Stage3Prefetch, 2)])
-def test_the_working_set_is_one_module_or_two_with_prefetch(stage_class: type, modules: int) -> None:
+def test_the_working_set_is_one_module() -> None:
     def body(comm: Comm) -> int:
         model = chain(depth=6)
-        stage = stage_class(model, comm)
+        stage = Stage3(model, comm)
         most = 0
         gather = Sliced.gather
 
@@ -95,68 +94,7 @@ def test_the_working_set_is_one_module_or_two_with_prefetch(stage_class: type, m
         assert whole_now(stage) == []
         return most
 
-    one = 4 * padded([36, 6], 4)
-    assert run_world(body, 4) == [modules * one] * 4
-
-
-def test_prefetch_changes_not_one_bit_and_evaluation_does_not_confuse_it() -> None:
-    def body(comm: Comm, stage_class: type) -> list[Tensor]:
-        model = chain()
-        stage = stage_class(model, comm)
-        for _ in range(3):
-            with torch.no_grad():
-                model(torch.ones(2, 6))  # an evaluation in between is not part of the order
-            stage.zero_grad()
-            stage.backward(model(torch.ones(2, 6) * (comm.rank + 1)).square().sum())
-            stage.step()
-        with stage.gathered():
-            return [p.detach().clone() for p in model.parameters()]
-
-    plain, ahead = run_world(body, 3, Stage3), run_world(body, 3, Stage3Prefetch)
-    for p, q in zip(plain[0], ahead[0], strict=True):
-        assert torch.equal(p, q)
-
-
-def test_prefetch_gathers_the_next_module_before_this_one_runs() -> None:
-    def body(comm: Comm) -> list[list[str]]:
-        model = chain()
-        stage = Stage3Prefetch(model, comm)
-        seen: list[list[str]] = []
-        for step in range(2):
-            for layer in model if step == 1 else []:
-                layer.register_forward_hook(lambda *_: seen.append(whole_now(stage)), prepend=True)
-            stage.backward(model(torch.ones(1, 6)).sum())
-            stage.step()
-        return seen[:4]
-
-    names = [[f"{i}.weight", f"{i}.bias"] for i in range(4)]
-    expected = [names[0] + names[1], names[1] + names[2], names[2] + names[3], names[3]]
-    assert [set(names) for names in run_world(body, 2)[0]] == [set(names) for names in expected]
-
-
-def test_prefetch_follows_a_model_that_changes_its_mind() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
-
-        def forward(self, x: Tensor, left: bool) -> Tensor:
-            return self.c(self.a(x) if left else self.b(x)).sum()
-
-    def body(comm: Comm, stage_class: type) -> list[Tensor]:
-        model = seeded(Fork())
-        stage = stage_class(model, comm, lr=0.1)
-        for step in range(6):
-            stage.zero_grad()
-            stage.backward(model(torch.ones(1, 3) + comm.rank, left=step in (0, 1, 4)))
-            assert whole_now(stage) == []
-            stage.step()
-        with stage.gathered():
-            return [p.detach().clone() for p in model.parameters()]
-
-    plain, ahead = run_world(body, 2, Stage3), run_world(body, 2, Stage3Prefetch)
-    for p, q in zip(plain[0], ahead[0], strict=True):
-        assert torch.equal(p, q)
+    assert run_world(body, 4) == [4 * padded([36, 6], 4)] * 4
 
 
 class Skips(nn.Module):
