@@ -32,9 +32,9 @@ class Meter(saved_tensors_hooks):
     def pack(self, tensor: Tensor) -> Tensor:
         """Autograd calls this with each tensor that it is about to keep, and keeps what is returned."""
         # --8<-- [start:ex_meter]
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in addresses(self.model):
-            self.kept[storage.data_ptr()] = storage.nbytes()
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in addresses(self.model):
+            self.kept[memory.data_ptr()] = memory.nbytes()
         return tensor
         # --8<-- [end:ex_meter]
 
@@ -48,7 +48,10 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], handle: Tensor, *inputs: Tensor) -> Tensor:
-        """Run without autograd, which never looks inside a `forward` like this one."""
+        """Run without autograd, which never looks inside a `forward` like this one.
+
+        What `again` needs is kept: `ctx.run`, the random generator's state as `ctx.random`, and the inputs.
+        """
         # --8<-- [start:ex_forward]
         ctx.run, ctx.random = run, torch.get_rng_state()
         ctx.save_for_backward(*inputs)

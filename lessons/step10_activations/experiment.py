@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from zero_min import Stage3, run_world
 from zero_min.activations import (
     Meter,
     OffloadActivations,
-    Packed,
     best_interval,
     checkpoint,
     in_segments,
@@ -316,22 +315,6 @@ def root_rule() -> str:
     return columns(table)
 
 
-class Watched(OffloadActivations):
-    """Knows what has stayed on the device."""
-
-    stayed: dict[int, int]
-
-    def pack(self, tensor: Tensor) -> Packed:
-        """As ever, and write down what stays."""
-        packed = super().pack(tensor)
-        at = tensor.untyped_storage().data_ptr()
-        if isinstance(packed, Tensor) and at not in {
-            p.untyped_storage().data_ptr() for p in self.model.parameters()
-        }:
-            self.stayed[at] = tensor.untyped_storage().nbytes()
-        return packed
-
-
 @dataclass(frozen=True)
 class Moved:
     """What offloading costs."""
@@ -339,21 +322,21 @@ class Moved:
     down: int
     up: int
     stayed: int
-    gradient: Tensor = field(compare=False)
 
 
 @cache
 def moved(config: GPTConfig = CONFIG, rows: int = ROWS, interval: int = 0) -> Moved:
     """A forward whose activations wait on the host, and its backward."""
     ledger, trunk, x = Ledger(), Trunk(config, interval), stream(config, rows)
-    offload = Watched(trunk, Host(torch.device("cpu"), ledger))
-    offload.stayed = {}
-    with offload:
-        y = trunk(x)
-    down = ledger.moved["device to host"]
+    hooks = OffloadActivations(trunk, Host(torch.device("cpu"), ledger))
+    with ledger.watch():
+        with hooks:
+            y = trunk(x)
+        hooks.flying = None  # the last copy has landed
+        down = ledger.moved["device to host"]
+        stayed = ledger.live() - y.nbytes - down  # what is alive and not on the host
     y.backward(torch.ones_like(y))
-    assert x.grad is not None
-    return Moved(down, ledger.moved["host to device"], sum(offload.stayed.values()), x.grad)
+    return Moved(down, ledger.moved["host to device"], stayed)
 
 
 def link() -> str:

@@ -10,8 +10,8 @@ MISTAKES = (
     Mistake(
         "views-counted-one-by-one",
         "meter",
-        "self.kept[storage.data_ptr()] = storage.nbytes()",
-        "self.kept[tensor.data_ptr()] = storage.nbytes()",
+        "self.kept[memory.data_ptr()] = memory.nbytes()",
+        "self.kept[tensor.data_ptr()] = memory.nbytes()",
         "q, k and v lie in one storage, which is counted three times",
         "lookalike",
         METER,
@@ -19,7 +19,7 @@ MISTAKES = (
     Mistake(
         "bytes-of-the-view",
         "meter",
-        "= storage.nbytes()",
+        "= memory.nbytes()",
         "= tensor.nbytes",
         "a view keeps the whole storage alive, and only its own numbers are counted",
         "lookalike",
@@ -28,8 +28,8 @@ MISTAKES = (
     Mistake(
         "parameters-too",
         "meter",
-        "if storage.data_ptr() not in addresses(self.model):",
-        "if storage.data_ptr():",
+        "if memory.data_ptr() not in addresses(self.model):",
+        "if memory.data_ptr():",
         "weights are counted, which are there with and without a forward",
         "lookalike",
         METER,
