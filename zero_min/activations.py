@@ -50,7 +50,7 @@ class Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Tensor], handle: Tensor, *inputs: Tensor) -> Tensor:
         """Run without autograd, which never looks inside a `forward` like this one.
 
-        What `again` needs is kept: `ctx.run`, the random generator's state as `ctx.random`, and the inputs.
+        What `again` needs is kept: `ctx.run`, the state of the host's generator as `ctx.random`, the inputs.
         """
         # --8<-- [start:ex_forward]
         ctx.run, ctx.random = run, torch.get_rng_state()
