@@ -212,6 +212,38 @@ def pipeline() -> str:
     return _svg(max(rights) + 4, y, "What each of four ranks does when, with GPipe and with 1F1B", parts)
 
 
+def activations() -> str:
+    """What each of four ranks has in the middle of a step at stage 3, and what recomputation leaves of it."""
+    rows: dict[str, Callable[[int, int, int], list[str]]] = {
+        kind: lambda x, y, rank, kind=kind: _quarters(x, y, COLOURS[kind], rank, sharded=True)
+        for kind in SHARDED_SINCE
+    }
+    rows["activations"] = lambda x, y, rank: _quarters(x, y, ACTIVATIONS, rank, sharded=False)
+    rows["recomputed"] = lambda x, y, rank: _inputs(x, y)
+    parts, right = [], LEFT + RANKS * (CELL + GAP) - GAP
+    for rank in range(RANKS):
+        parts.append(_text(LEFT + rank * (CELL + GAP) + CELL // 2, 26, f"rank {rank}"))
+    for line, (name, boxes) in enumerate(rows.items()):
+        y = TOP + line * ROW
+        parts.append(_text(LEFT - 12, y + 19, name, "end"))
+        for rank in range(RANKS):
+            parts += boxes(LEFT + rank * (CELL + GAP), y, rank)
+    title = "What each of four ranks has in the middle of a step at stage 3"
+    return _svg(right, TOP + len(rows) * ROW + 6, title, parts)
+
+
+def _inputs(x: int, y: int) -> list[str]:
+    """Four layers, of which the inputs are there; the activations of the last one have been made again."""
+    boxes = []
+    for layer in range(RANKS):
+        left, wide = x + layer * (CELL // RANKS) + 1, CELL // RANKS - 3
+        last = layer == RANKS - 1
+        boxes.append(f'<rect x="{left}" y="{y}" width="{wide}" height="28" rx="3" class="empty"/>')
+        size = f'width="{wide if last else 3}" height="28" rx="{3 if last else 1}"'
+        boxes.append(f'<rect x="{left}" y="{y}" {size} fill="{ACTIVATIONS}"/>')
+    return boxes
+
+
 def _box(x: int, y: int, wide: int, words: str) -> list[str]:
     frame = f'<rect x="{x}" y="{y}" width="{wide}" height="34" rx="6" fill="none" stroke="{LINE}"/>'
     return [frame, _text(x + wide // 2, y + 22, words)]
@@ -255,6 +287,7 @@ OF_NO_STAGE: Mapping[int | Fraction, Callable[[], str]] = {
     Fraction(1, 2): ring,
     8: tensor_parallel,
     9: pipeline,
+    10: activations,
 }
 OF_ONE_LESSON: Mapping[int, Mapping[str, Callable[[], str]]] = {
     4: {"bits.svg": bits},

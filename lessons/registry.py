@@ -178,6 +178,15 @@ LESSONS = [
         ("tests/zero_min/test_pipeline.py",),
     ),
     Lesson(
+        10,
+        "step10_activations",
+        "Bonus: activations, what a forward keeps and how to keep less",
+        ("zero_min/activations.py",),
+        None,
+        "lessons 0 and 5",
+        ("tests/zero_min/test_activations.py",),
+    ),
+    Lesson(
         Fraction(1, 2),
         "step1_2_ring",
         "Build the telephone: a ring of send and receive",

@@ -2,10 +2,11 @@
 
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
 (step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
-`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel` and
-`pipeline` are bonuses.
+`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel`,
+`pipeline` and `activations` are bonuses.
 """
 
+from zero_min.activations import Meter, OffloadActivations, checkpoint, in_segments
 from zero_min.adam import Adam, AdamW
 from zero_min.comm import Comm, WorldError
 from zero_min.dist_comm import DistComm
@@ -34,7 +35,9 @@ __all__ = [
     "DistComm",
     "DynamicScale",
     "Ledger",
+    "Meter",
     "MixedPrecision",
+    "OffloadActivations",
     "OneBitAdam",
     "Pipeline",
     "Stage0",
@@ -50,5 +53,7 @@ __all__ = [
     "ThreadComm",
     "WorldError",
     "ZeroOneAdam",
+    "checkpoint",
+    "in_segments",
     "run_world",
 ]

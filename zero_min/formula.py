@@ -170,3 +170,37 @@ def pipeline_kept(schedule: str, rank: int, ranks: int, micro_batches: int) -> i
 def pipeline_sent(ranks: int, tokens: int, width: int, tied: int, value: int = 4) -> int:
     """Bytes all ranks together send for a batch: activations and their gradients, a tied weight's twice."""
     return (2 * (ranks - 1) * tokens * width + (2 * tied if ranks > 1 else 0)) * value
+
+
+def kept_by_block(tokens: int, width: int, heads: int, value: int = 4) -> int:
+    """Bytes that one block of the GPT keeps between its forward and its backward.
+
+    For each token that is 16 times the width: the stream twice, each norm's output, q, k, v, the output of
+    attention, and the inner layer, four times as wide, before and after GELU. And some numbers: two for each
+    norm, and one for each head.
+    """
+    return value * tokens * (16 * width + 2 * 2 + heads)
+
+
+def kept_for_recomputing(layers: int, interval: int, boundary: int) -> int:
+    """Bytes that are kept after forward if `interval` layers are recomputed at a time: their inputs."""
+    return -(-layers // interval) * boundary
+
+
+def kept_while_recomputing(layers: int, interval: int, boundary: int, block: int) -> int:
+    """Bytes that are kept at most in backward: inputs, and what the segment that is recomputed keeps.
+
+    Its own input is both. The last segment may be smaller, and then the one before it may need more.
+    """
+    segments = -(-layers // interval)
+    last = layers - (segments - 1) * interval
+    most = (segments - 1) * boundary + last * block
+    return max(most, (segments - 2) * boundary + interval * block) if segments > 1 else most
+
+
+def offloaded(tokens: int, width: int, value: int = 4) -> int:
+    """Bytes of one block that are copied to the host in forward, and back in backward.
+
+    What two operations keep is copied twice: the output of attention is the input of the next layer.
+    """
+    return value * tokens * 17 * width

@@ -156,4 +156,4 @@ def test_all_lessons_one_after_the_other_in_a_release(tmp_path: Path) -> None:
     done = run_there(folder, "run", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     done = run_there(folder, "handin", *ALL, "--name", "Ada")
-    assert done.returncode == 0 and "780 of 780 points" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "870 of 870 points" in done.stdout, done.stdout + done.stderr

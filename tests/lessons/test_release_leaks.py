@@ -18,7 +18,7 @@ from lessons import release
 from lessons.evidence import alike, plain
 from lessons.exercise import BLANK, task_regions
 from lessons.registry import IN_ORDER
-from zero_min import compression, muon, pipeline, stage1, stage2
+from zero_min import activations, compression, muon, pipeline, stage1, stage2
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ PURE = {
     ),
     "gpipe": Pure(pipeline.gpipe, [(1, 4, 3), (0, 2, 2)]),
     "one_f_one_b": Pure(pipeline.one_f_one_b, [(2, 7, 9), (0, 4, 6), (3, 4, 6), (1, 2, 3)]),
+    "interval": Pure(
+        activations.best_interval,
+        [(16, 1, 16), (100, 1, 1), (9, 16, 1), (10, 3, 2), (64, 1, 16)],
+        _named("layers", "boundary", "block"),
+        lambda *given: [activations.best_interval(*given)],
+    ),
     "reorder": Pure(stage1.round_robin_reorder, [([*NUMBERS.split(5)], 3), ([*NUMBERS.split(3)], 4)]),
     "flatten": Pure(stage1.flatten_dense_tensors_aligned, [([*NUMBERS.split(7)], 5)]),
     "partition": Pure(stage1.get_data_parallel_partitions, [(NUMBERS, 5), (NUMBERS, 3)]),

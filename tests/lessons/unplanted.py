@@ -113,6 +113,11 @@ MISTAKES = {
         ("layers", "rank * size + min(rank, more)", "rank * size + more", "`starts[0]` is 2"),
         ("forward", "self.kept[i] = x, y", "self.kept[i] = y, x", "is float32, where the answer has int64"),
     ],
+    "10": [
+        ("forward", "return run(*inputs)", "return run(*inputs) * 2", "each is 2 times that"),
+        ("backward", "output.backward(grad)", "output.backward(-grad)", "every sign is turned"),
+        ("interval", "range(1, layers + 1)", "range(2, layers + 1)", "returns a value which is 2"),
+    ],
 }
 
 
