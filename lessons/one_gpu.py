@@ -38,7 +38,9 @@ from zero_min.thread_comm import ThreadComm, run_world
 KINDS = ("parameters", "gradients", "optimizer", "forward", "backward", "buckets", "step")
 PHASES = ("forward", "backward", "bucket", "step")
 FOLLOWING = {"begin": "forward", "forward": "backward", "backward": "step"}  # what comes after a moment
-POINTS = 400  # of a curve in the file; each keeps the lowest and the highest of what it stands for
+POINTS = 150  # pairs of a curve in the file: the lowest and the highest of what each stands for
+KIB = 1024
+MOST = 40_000  # requests and frees in the file
 RUN_GAP = 3.0  # microseconds between two kernels of a rank that are drawn as one
 SECONDS = 90.0  # that a rank waits for another
 JSON = dict[str, Any]
@@ -376,13 +378,13 @@ def over_time(stage: int, size: Size, device: torch.device) -> JSON:
 
 
 def thinned(curve: Sequence[tuple[float, Sequence[int]]]) -> list[list[int]]:
-    """At most `POINTS` pairs of points, the lowest and the highest sum of each part: the peak stays."""
-    each = max(1, len(curve) // POINTS)
+    """At most `POINTS` pairs of points in KiB: the lowest and the highest of each part, so the peak stays."""
+    each = -(-len(curve) // POINTS)
     kept: set[int] = {0, len(curve) - 1}
     for start in range(0, len(curve), each):
         part = range(start, min(start + each, len(curve)))
         kept |= {max(part, key=lambda i: sum(curve[i][1])), min(part, key=lambda i: sum(curve[i][1]))}
-    return [[round(curve[i][0]), *curve[i][1]] for i in sorted(kept)]
+    return [[round(curve[i][0]), *(n // KIB for n in curve[i][1])] for i in sorted(kept)]
 
 
 # --- when each rank works: torch's profiler ---------------------------------------------------------------
@@ -619,8 +621,32 @@ def read_history(history: Sequence[JSON], times: dict[str, int]) -> JSON:
         "peak": peak,
         "at peak": sorted(at_peak.items(), key=lambda item: -item[1])[:25],
         "actions": dict(actions),
+        "history": encoded(history),
         "moments": {name: moment - start for name, moment in times.items()},
     }
+
+
+def encoded(history: Sequence[JSON]) -> JSON:
+    """All requests in order: bytes, or -k where the k-th last request is freed. And the segments.
+
+    A segment is memory that the allocator takes from CUDA or gives back: [events before it, bytes].
+    """
+    order: list[int] = []
+    segments: list[list[int]] = []
+    made, number_of = 0, dict[int, int]()
+    for event in history:
+        action = event["action"]
+        if action == "alloc":
+            number_of[event["addr"]] = made
+            made += 1
+            order.append(event["size"])
+        elif action == "free_completed" and event["addr"] in number_of:
+            order.append(number_of.pop(event["addr"]) - made)
+        elif action in ("segment_alloc", "segment_map"):
+            segments.append([len(order), event["size"]])
+        elif action in ("segment_free", "segment_unmap"):
+            segments.append([len(order), -event["size"]])
+    return {"order": order[:MOST], "events": len(order), "segments": segments}
 
 
 def by_function(live: dict[str, int]) -> Counter[str]:
@@ -671,12 +697,15 @@ def record(device: torch.device, size: Size, keep: Path | None = None) -> JSON:
     trace, pickle = (keep / "trace.json", keep / "snapshot.pickle") if keep else (None, None)
     alone = replace(size, world=1)
     parts: list[tuple[str, Callable[[], Any]]] = [
+        (
+            "snapshot 2",
+            partial(snapshot_of, 2, size, device, pickle),
+        ),  # first: the allocator holds nothing yet
+        ("snapshot 1", partial(snapshot_of, 1, size, device)),
         ("bytes alone", partial(bytes_of, 0, alone, device)),
         *((f"bytes {stage}", partial(bytes_of, stage, size, device)) for stage in (0, 1, 2)),
         *((f"over time {stage}", partial(over_time, stage, size, device)) for stage in (1, 2)),
         ("trace 2", partial(traced, 2, size, device, trace)),
-        ("snapshot 1", partial(snapshot_of, 1, size, device)),
-        ("snapshot 2", partial(snapshot_of, 2, size, device, pickle)),
     ]
     for name, part in parts:
         start = time.perf_counter()
