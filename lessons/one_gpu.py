@@ -231,6 +231,9 @@ class Census:
         self.kind_of: dict[tuple[int, int], tuple[str, int]] = {}  # (rank, storage) -> kind, bytes
         self.live: Counter[str] = Counter()
         self.curve: list[tuple[float, tuple[int, ...]]] = []
+        self.order: list[int] = []  # of all requests and frees, as `encoded` has them
+        self.made: dict[tuple[int, int], int] = {}
+        self.count = 0
         self.marks: list[tuple[float, int, str]] = []  # when which rank ended what
         self.start = 0.0
 
@@ -244,6 +247,10 @@ class Census:
             old = self.kind_of.pop(key, None)
             if old is not None:
                 self.live[old[0]] -= old[1]
+            else:
+                self.made[key] = self.count
+                self.count += 1
+                self.order.append(nbytes)
             self.kind_of[key] = (kind, nbytes)
             self.live[kind] += nbytes
             self._note()
@@ -254,6 +261,7 @@ class Census:
             old = self.kind_of.pop(key, None)
             if old is not None:
                 self.live[old[0]] -= old[1]
+                self.order.append(self.made.pop(key) - self.count)
                 self._note()
 
     def _note(self) -> None:
@@ -372,9 +380,10 @@ def over_time(stage: int, size: Size, device: torch.device) -> JSON:
     with clean(device):
         run_world(_counted, size.world, stage, size, device, census, timeout=SECONDS)
     marks = [[round(t), rank, what] for t, rank, what in census.marks]
+    order = {} if device.type == "cuda" else {"order": census.order[:MOST]}  # a GPU's allocator has its own
     end = max(t for t, _, what in census.marks if what == "step")
     curve = [(t, values) for t, values in census.curve if t <= end]
-    return {"kinds": KINDS, "curve": thinned(curve), "changes": len(curve), "marks": marks}
+    return {"kinds": KINDS, "curve": thinned(curve), "changes": len(curve), "marks": marks, **order}
 
 
 def thinned(curve: Sequence[tuple[float, Sequence[int]]]) -> list[list[int]]:
