@@ -727,6 +727,25 @@ def record(device: torch.device, size: Size, keep: Path | None = None) -> JSON:
     return recording
 
 
+def show(width: int | None, **others: Any) -> str:
+    """Record a step on this machine's GPU and return the tables; without one, the project's recording."""
+    from lessons import gpu_report
+
+    if torch.cuda.is_available():
+        folder = ROOT / "build" / "lessons" / "gpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        size = SIZES["cuda"] if width is None else replace(SIZES["cuda"], width=width)
+        found = record(torch.device("cuda"), size, folder)
+        (folder / "recording.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+        gpu_report.over_time(found).save(folder / "over_time.svg")
+        gpu_report.timeline(found).save(folder / "timeline.svg")
+        end = f"in {folder.relative_to(ROOT)}: recording.json, snapshot.pickle, trace.json and two pictures"
+    else:
+        found = gpu_report.recorded()
+        end = "Torch sees no GPU on this machine. The tables above are a recording that the project has."
+    return f"{gpu_report.report(found)}\n\n{end}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Record, and write the file."""
     parser = argparse.ArgumentParser("python -m lessons.one_gpu", description=__doc__)

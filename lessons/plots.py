@@ -120,6 +120,10 @@ class Picture:
     def _repr_html_(self) -> str:
         return f'<figure style="margin: 0">{self.svg}</figure>'
 
+    def save(self, path: Path) -> None:
+        """Write an SVG file."""
+        path.write_text(self.svg, encoding="utf-8")
+
     def __repr__(self) -> str:
         return self.alt
 

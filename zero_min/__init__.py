@@ -2,8 +2,8 @@
 
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
 (step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
-`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel` and
-`pipeline` are bonuses.
+`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel`,
+`pipeline` and `allocator` are bonuses.
 """
 
 from zero_min.adam import Adam, AdamW

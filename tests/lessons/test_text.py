@@ -23,6 +23,7 @@ QUESTIONS = {
     7: 3,
     8: 3,
     9: 3,
+    11: 3,
 }  # how many each lesson answers
 PARTS = [
     "bill",
