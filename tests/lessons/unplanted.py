@@ -101,6 +101,10 @@ MISTAKES = {
         ("layers", "rank * size + min(rank, more)", "rank * size + more", "`starts[0]` is 2"),
         ("forward", "self.kept[i] = x, y", "self.kept[i] = y, x", "is float32, where the answer has int64"),
     ],
+    "11": [
+        ("segment", "if size < OWN_SEGMENT:", "if size <= OWN_SEGMENT:", "10485760"),
+        ("split", "Block(block.start + size, rest", "Block(block.start, rest", "start"),
+    ],
 }
 
 
