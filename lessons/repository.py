@@ -28,10 +28,10 @@ if importlib.util.find_spec("zero_min") is None:
     sys.path.insert(0, str(folder))  # this kernel started before it was installed
 """
 ASKING = """\
-REPOSITORY = "{repository}"  # the only setting: the address where you read this, as in https://github.com/OWNER/NAME
-
-# Colab and Kaggle begin here. On a machine where the project is installed, the rest does nothing.
+# Colab and Kaggle begin here. On a machine where the project is installed, this cell does nothing.
 import importlib.util
+
+REPOSITORY = "{repository}"  # the only setting: the address of the project, as in https://github.com/OWNER/NAME
 
 if importlib.util.find_spec("zero_min") is None:
     import subprocess
@@ -39,7 +39,7 @@ if importlib.util.find_spec("zero_min") is None:
     from pathlib import Path
 
     if not REPOSITORY:
-        raise ModuleNotFoundError("set REPOSITORY above to the address of the project, and run this cell again")
+        raise ModuleNotFoundError("set REPOSITORY above to the project's address, and run the cell again")
     folder = Path("{folder}").resolve()
     if not folder.exists():
         subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, folder], check=True)

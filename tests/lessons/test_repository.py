@@ -58,9 +58,7 @@ def test_the_cell_fetches_and_installs_where_the_project_is_missing(
         exec(repository.install_cell(""), {})
 
 
-def test_one_notebook_s_reader_may_set_the_address(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_notebook_s_reader_may_set_the_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cell = repository.install_cell("", asks=True)
     exec(cell, {})  # the project is here, so nothing happens
     ran: list[list[str]] = []

@@ -34,7 +34,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     find = [python, "-c", "import site; print(site.getsitepackages()[0])"]
     own = Path(subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip())
-    (own / "libraries.pth").write_text("\n".join(site.getsitepackages()) + "\n")  # whose own .pth files are not read
+    (own / "libraries.pth").write_text(
+        "\n".join(site.getsitepackages()) + "\n"
+    )  # whose own .pth files are not read
     return python
 
 
@@ -42,13 +44,17 @@ def run(bare: Path, folder: Path, address: str) -> subprocess.CompletedProcess[s
     """All code cells of the notebook with this address as the setting, in an empty folder."""
     made = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     (cell,) = [cell for cell in made["cells"] if cell["id"] == repository.CELL]
-    first, *others = cell["source"]
-    assert first.startswith(f'REPOSITORY = "{repository.REPOSITORY}"')
-    cell["source"] = [f"REPOSITORY = {address!r}\n", *others]
+    source, setting = "".join(cell["source"]), f'\nREPOSITORY = "{repository.REPOSITORY}"'
+    assert source.count(setting) == 1
+    cell["source"] = [source.replace(setting, f"\nREPOSITORY = {address!r}")]
     (folder / "notebook.ipynb").write_text(json.dumps(made), encoding="utf-8")
     (folder / "run.py").write_text(RUN, encoding="utf-8")
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "ZERO_MIN_REPLACE")}
-    env |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "1", "OMP_NUM_THREADS": "1"}  # nothing is downloaded
+    env |= {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "OMP_NUM_THREADS": "1",
+    }  # "0" means no isolation; nothing is downloaded
     command = [bare, "run.py", "notebook.ipynb"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
