@@ -34,9 +34,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     find = [python, "-c", "import site; print(site.getsitepackages()[0])"]
     own = Path(subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip())
-    (own / "libraries.pth").write_text(
-        "\n".join(site.getsitepackages()) + "\n"
-    )  # whose own .pth files are not read
+    first = f"import sys; sys.path[:0] = {site.getsitepackages()!r}\n"  # before its own, older setuptools
+    (own / "libraries.pth").write_text(first)  # .pth files of those folders are not read
     return python
 
 
