@@ -92,7 +92,8 @@ def levels(recording: JSON) -> str:
     """MiB of all ranks after a step, from the formula up to the whole card."""
     names = ("requested", "allocated", "reserved", "in use")
     known = has_gpu(recording)
-    rows: list[list[object]] = [["MiB after a step", "formula", "tensors", *(names if known else ())]]
+    more = ("before", *names) if known else ()
+    rows: list[list[object]] = [["MiB after a step", "formula", "tensors", *more]]
     for stage in (0, 1, 2):
         part = recording.get(f"bytes {stage}")
         if part is None:
@@ -100,7 +101,8 @@ def levels(recording: JSON) -> str:
         world = len(part["held"])
         cells = [world * sum(part["formula"].values()), sum(sum(held.values()) for held in part["held"])]
         after = part["moments"]["step"]
-        cells += [after[name] for name in names] if known else []
+        if known:
+            cells += [part["moments"]["nothing"]["requested"], *(after[name] for name in names)]
         rows.append([f"stage {stage}", *map(mib, cells)])
     return columns(rows)
 
@@ -182,13 +184,16 @@ def beside_torch(recording: JSON) -> str:
     """The most of each sum in the replay, and what torch's own allocator took."""
     found = sums(recording)
     rows: list[list[object]] = [["the most, in MiB", "this allocator", "torch's"]]
-    theirs = torchs_reserved(recording)
+    theirs = torchs_reserved(recording) if has_gpu(recording) else []
     for name in ("requested", "allocated", "reserved"):
         most = max(getattr(each, name) for each in found)
         known = mib(max(theirs)) if name == "reserved" and has_gpu(recording) else "-"
         rows.append([name, mib(most), known])
     lost = max(each.reserved - each.allocated for each in found)
-    return columns([*rows, ["reserved, and no tensor's", mib(lost), "-"]])
+    table = columns([*rows, ["reserved, and no tensor's", mib(lost), "-"]])
+    same = sum(each.reserved == torchs for each, torchs in zip(found, theirs, strict=True)) if theirs else 0
+    said = f"reserved is torch's after {same:,} of {len(found):,} requests and frees"
+    return f"{table}\n{said}" if theirs else table
 
 
 def work(recording: JSON) -> str:
@@ -262,7 +267,8 @@ def draw_over_time(plot: Any, recording: JSON, stage: int) -> str:
     plot.stackplot(times, *stacked, labels=names, colors=[KIND_COLOURS[kind] for kind in order])
     for moment, when in last_of_each(part["marks"]).items():
         plot.axvline(when / 1000, linestyle=":", color="black", linewidth=0.8)
-        plot.text(when / 1000, plot.get_ylim()[1], moment, rotation=90, ha="right", va="top", fontsize=7)
+        if moment != "step":  # the end
+            plot.text(when / 1000, plot.get_ylim()[1], moment, rotation=90, ha="right", va="top", fontsize=7)
     world = recording["about"]["size"]["world"]
     formula = world * sum(recording[f"bytes {stage}"]["formula"].values()) / MIB
     plot.axhline(formula, linestyle="--", color=INK, linewidth=0.8, label="formula between steps")

@@ -124,6 +124,10 @@ class Rank:
         at("step")
         return value
 
+    def close(self) -> None:
+        """Let the trainer hold nothing: parameters' hooks hold it, in a circle that is never collected."""
+        vars(self.trainer).clear()
+
     def held(self) -> dict[str, int]:
         """Bytes of what the trainer says that it keeps, by kind."""
         return {kind: held(tensors) for kind, tensors in self.trainer.holdings().items()}
@@ -195,6 +199,7 @@ def _moments(comm: ThreadComm, stage: int, size: Size, device: torch.device) -> 
         wait_for(device)
         comm.barrier()
         seconds.append(time.perf_counter() - start)
+    rank.close()
     return {
         "moments": moments,
         "held": keeps,
@@ -349,6 +354,7 @@ def _counted(comm: ThreadComm, stage: int, size: Size, device: torch.device, cen
 
         rank.step(at)
         comm.barrier()
+        rank.close()
 
 
 def in_buckets(trainer: Any, counting: Any, mark: Callable[[], Any] | None = None) -> None:
@@ -421,6 +427,7 @@ def _profiled(comm: ThreadComm, stage: int, size: Size, device: torch.device) ->
     rank.step(at)
     wait_for(device)
     comm.barrier()
+    rank.close()
     return threading.get_native_id()
 
 
@@ -544,6 +551,7 @@ def _remembered(comm: ThreadComm, stage: int, size: Size, device: torch.device, 
     if comm.rank == 0:
         control["stop"]()
     comm.barrier()
+    rank.close()
 
 
 def snapshot_of(stage: int, size: Size, device: torch.device, keep: Path | None = None) -> JSON:
