@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from lessons.gpu_report import has_gpu, recorded, sums, torchs_reserved
 from zero_min.allocator import MIB, Allocator, Block, OutOfMemoryError, replay
 
 
@@ -55,3 +56,11 @@ def test_enough_free_bytes_in_pieces_are_too_few() -> None:
     ):
         made.allocate(6 * MIB)
     made.allocate(5 * MIB)
+
+
+def test_a_gpu_s_history_is_replayed_to_the_last_segment() -> None:
+    recording = recorded()
+    assert has_gpu(recording) and not recording["failures"]
+    found = sums(recording)
+    assert len(found) > 1000
+    assert [each.reserved for each in found] == torchs_reserved(recording)
