@@ -63,9 +63,7 @@ class Lesson:
     def notebook(self) -> Path:
         """The notebook of the same step."""
         words = re.sub(r"^step\d+(_\d+)?_", "", self.folder)
-        folder = ROOT / "notebooks"
-        usual = folder / f"{int(self.number):02}{'b' if self.number % 1 else ''}_{words}.ipynb"
-        return next(iter(folder.glob(f"*_{words}.ipynb")), usual)  # two notebooks have no lesson, but numbers
+        return ROOT / "notebooks" / f"{int(self.number):02}{'b' if self.number % 1 else ''}_{words}.ipynb"
 
     @property
     def label(self) -> str:

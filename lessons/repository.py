@@ -47,7 +47,7 @@ if importlib.util.find_spec("zero_min") is None:
     subprocess.run([*pip, f"{{folder}}[learn]"], check=True)
     sys.path.insert(0, str(folder))  # this kernel started before it was installed
 """
-ASKS = "12_one_gpu"  # the notebook whose reader may set the address
+ASKS = "11_one_gpu"  # the notebook whose reader may set the address
 MISSING = """\
 # On a machine where the project is installed, this cell does nothing.
 import importlib.util

@@ -1,4 +1,4 @@
-"""Notebook 12 where the project is not installed, as in Colab or Kaggle: its one setting is the address."""
+"""The notebook of lesson 11 where the project is not installed, as in Colab or Kaggle: its one setting is the address."""
 
 import json
 import os
