@@ -1,4 +1,4 @@
-"""The notebook of lesson 11 where the project is not installed, as in Colab or Kaggle: its one setting is the address."""
+"""Lesson 11's notebook where the project is not installed, as in Colab or Kaggle, with the address set."""
 
 import json
 import os
