@@ -223,7 +223,7 @@ def segments() -> str:
     rows.append(("two have gone", made.layout()))
     made.allocate(9 * MIB)
     rows.append(("9 MiB more", made.layout()))
-    wide, left, y = 14, LEFT + 24, 6  # pixels a MiB
+    wide, left, y = 14, LEFT + 36, 6  # pixels a MiB
     parts, right = [], 0
     for name, found in rows:
         parts.append(_text(left - 12, y + 19, name, "end"))

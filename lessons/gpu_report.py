@@ -265,6 +265,9 @@ def draw_over_time(plot: Any, recording: JSON, stage: int) -> str:
     stacked = [[row[1 + kinds.index(kind)] / 1024 for row in part["curve"]] for kind in order]
     names = [KIND_NAMES.get(kind, kind) for kind in order]
     plot.stackplot(times, *stacked, labels=names, colors=[KIND_COLOURS[kind] for kind in order])
+    parts = [recording[name] for name in ("over time 1", "over time 2") if name in recording]
+    highest = max(sum(row[1:]) for each in parts for row in each["curve"]) / 1024
+    plot.set_ylim(0, 1.05 * highest)  # one scale for both stages
     for moment, when in last_of_each(part["marks"]).items():
         plot.axvline(when / 1000, linestyle=":", color="black", linewidth=0.8)
         if moment != "step":  # the end
@@ -329,7 +332,7 @@ def draw_timeline(plot: Any, recording: JSON) -> str:
     buckets = sum(trace["phases"][span[3]] == "bucket" for span in trace["spans"]) // max(world, 1)
     return (
         f"A timeline of one step of stage 2, {whose(recording)}. Each rank's Python goes through forward, "
-        f"backward with {buckets} buckets in it, and the step. {busy(recording).capitalize()}."
+        f"backward with {buckets} buckets in it, and the step; {busy(recording)}."
     )
 
 

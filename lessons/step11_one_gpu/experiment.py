@@ -119,13 +119,13 @@ def main(world: int = RANKS) -> None:
     print(f"a block for one byte has {block_size(1)}")
     figure, (left, middle, right) = new_figure(3)
     gpu_report.draw_over_time(left, found, 2)
-    left.legend(fontsize="x-small", loc="lower right")
+    left.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     left.set_title("Bytes during one step of stage 2", fontsize=9)
     gpu_report.draw_sums(middle, found)
     gpu_report.draw_timeline(right, found)
     right.set_title("The same step under the profiler", fontsize=9)
-    right.legend(fontsize="x-small", loc="lower right")
-    figure.suptitle(gpu_report.whose(found).capitalize(), fontsize=9)
+    right.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
+    figure.suptitle(gpu_report.whose(found), fontsize=9)
     save(figure, 11)
 
 
