@@ -125,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         "--parameters", type=float, default=1e9, help="size of the replayed model (default 1e9)"
     )
     each.add_argument("--bucket", type=float, help="lesson 2: bucket, as a share of the model (default 0.08)")
+    each = add("gpu", gpu, "your stage 2 on this machine's GPU, snapshot and trace; without one, a recording")
+    each.add_argument("--width", type=int, help="width of the model (default 1024, which needs about 10 GB)")
     add("watch", watch, "your file on four ranks, line by line, as a page for a browser", lesson)
     each = add(
         "golf", golf, "a schedule of your own, and what it costs beside a stage", "the course: 1, 2 or 3"
@@ -246,6 +248,18 @@ def watch(chosen: Chosen) -> int:
     """The learner's file, line by line."""
     lesson = find_lesson(chosen.number)
     return run_on_yours(lesson, "lessons.watch:show", number=str(lesson.number))
+
+
+def gpu(chosen: Chosen) -> int:
+    """A step of the learner's stage 2 on one GPU, recorded."""
+    from lessons.progress import stand_ins
+    from lessons.yours import places_of
+
+    if chosen.width is not None and (chosen.width < 8 or chosen.width % 8):
+        raise LessonError(f"--width {chosen.width}: give a multiple of 8, the number of heads")
+    lesson = find_lesson("2")
+    mine = {**stand_ins(lesson), **places_of(lesson)}
+    return run_replaced(mine, "lessons.one_gpu:show", None, width=chosen.width)
 
 
 def golf(chosen: Chosen) -> int:

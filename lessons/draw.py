@@ -5,7 +5,17 @@ from fractions import Fraction
 
 import torch
 
-from lessons.colours import ACTIVATIONS, BACKWARD, BROWN, FORWARD, MEANINGS, OLIVE, PARAMETERS, VIOLET
+from lessons.colours import (
+    ACTIVATIONS,
+    BACKWARD,
+    BROWN,
+    FORWARD,
+    MEANINGS,
+    OLIVE,
+    PARAMETERS,
+    VIOLET,
+)
+from zero_min.allocator import MIB, Allocator
 from zero_min.pipeline import gpipe, one_f_one_b, replay
 
 RANKS = 4
@@ -244,6 +254,40 @@ def _inputs(x: int, y: int) -> list[str]:
     return boxes
 
 
+def segments() -> str:
+    """Blocks of a GPU's segments: tensors come, two go, and one more finds no free block large enough."""
+    made, rows = Allocator(), list[tuple[str, list[list[tuple[int, bool]]]]]()
+    blocks = [made.allocate(size * MIB) for size in (4, 5, 3, 6)]
+    rows.append(("four tensors", made.layout()))
+    for block in (blocks[1], blocks[3]):
+        made.release(block)
+    rows.append(("two have gone", made.layout()))
+    made.allocate(9 * MIB)
+    rows.append(("9 MiB more", made.layout()))
+    wide, left, y = 14, LEFT + 36, 6  # pixels a MiB
+    parts, right = [], 0
+    for name, found in rows:
+        parts.append(_text(left - 12, y + 19, name, "end"))
+        x = left
+        for blocks_of_one in found:
+            total = sum(size for size, _ in blocks_of_one) // MIB
+            frame = f'x="{x - 2}" y="{y - 2}" width="{total * wide + 3}" height="32" rx="5"'
+            parts.append(f'<rect {frame} fill="none" stroke="{LINE}"/>')
+            for size, taken in blocks_of_one:
+                fill = f'fill="{PARAMETERS}"' if taken else 'class="empty"'
+                boxes = f'x="{x}" y="{y}" width="{size // MIB * wide - 2}" height="28" rx="3"'
+                parts.append(f"<rect {boxes} {fill}/>")
+                colour = ' style="fill: #fff"' if taken else ""
+                middle = x + size // MIB * wide // 2
+                parts.append(
+                    f'<text x="{middle}" y="{y + 19}" text-anchor="middle"{colour}>{size // MIB}</text>'
+                )
+                x += size // MIB * wide
+            right, x = max(right, x), x + 12
+        y += ROW
+    return _svg(right + 6, y, "Blocks of a GPU's segments, in MiB, after three events", parts)
+
+
 def _box(x: int, y: int, wide: int, words: str) -> list[str]:
     frame = f'<rect x="{x}" y="{y}" width="{wide}" height="34" rx="6" fill="none" stroke="{LINE}"/>'
     return [frame, _text(x + wide // 2, y + 22, words)]
@@ -288,6 +332,7 @@ OF_NO_STAGE: Mapping[int | Fraction, Callable[[], str]] = {
     8: tensor_parallel,
     9: pipeline,
     10: activations,
+    11: segments,
 }
 OF_ONE_LESSON: Mapping[int, Mapping[str, Callable[[], str]]] = {
     4: {"bits.svg": bits},

@@ -137,6 +137,10 @@ class Picture:
         inside = f'<div style="min-width: 600px">{self.svg}</div>'
         return f'<figure style="margin: 0; overflow-x: auto">{inside}</figure>'
 
+    def save(self, path: Path) -> None:
+        """Write an SVG file."""
+        path.write_text(self.svg, encoding="utf-8")
+
     def __repr__(self) -> str:
         return self.alt
 

@@ -187,6 +187,15 @@ LESSONS = [
         ("tests/zero_min/test_activations.py",),
     ),
     Lesson(
+        11,
+        "step11_one_gpu",
+        "Bonus: one GPU, from the bytes of the bill to those of the card",
+        ("zero_min/allocator.py",),
+        None,
+        "lesson 2",
+        ("tests/zero_min/test_allocator.py",),
+    ),
+    Lesson(
         Fraction(1, 2),
         "step1_2_ring",
         "Build the telephone: a ring of send and receive",

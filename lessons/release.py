@@ -17,7 +17,14 @@ from lessons.exercise import LessonError, find_lesson, region_lines, shown, task
 from lessons.registry import IN_ORDER, ROOT, Lesson
 
 LONG = 28  # characters; a shorter line may stand anywhere and gives nothing away
-COMMANDS = ("__main__", "judge", "replaced", "clock", "watch")  # of lessons; what they import comes along
+COMMANDS = (  # of lessons; what they import comes along
+    "__main__",
+    "judge",
+    "replaced",
+    "clock",
+    "one_gpu",
+    "watch",
+)
 WITHHELD = (
     "museum",
     "bug",
@@ -181,6 +188,7 @@ def _files_of(name: str) -> Iterator[Path]:
 def _assets(lessons: Sequence[Lesson]) -> list[Path]:
     """What is read and not imported."""
     found = [*sorted((ROOT / "lessons" / "watch_page").iterdir()), ROOT / "LICENSE"]
+    found.append(ROOT / "lessons" / "step11_one_gpu" / "recording.json")  # which `gpu` shows
     for lesson in lessons:
         found += [lesson.path / "hints.md", *sorted(lesson.path.glob("*.svg"))]
     return found

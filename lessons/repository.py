@@ -27,6 +27,27 @@ if importlib.util.find_spec("zero_min") is None:
     subprocess.run([*pip, f"{{folder}}[learn]"], check=True)
     sys.path.insert(0, str(folder))  # this kernel started before it was installed
 """
+ASKING = """\
+# Colab and Kaggle begin here. On a machine where the project is installed, this cell does nothing.
+import importlib.util
+
+REPOSITORY = "{repository}"  # the only setting: the address of the project, as in https://github.com/OWNER/NAME
+
+if importlib.util.find_spec("zero_min") is None:
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    if not REPOSITORY:
+        raise ModuleNotFoundError("set REPOSITORY above to the project's address, and run the cell again")
+    folder = Path("{folder}").resolve()
+    if not folder.exists():
+        subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, folder], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "-e"]
+    subprocess.run([*pip, f"{{folder}}[learn]"], check=True)
+    sys.path.insert(0, str(folder))  # this kernel started before it was installed
+"""
+ASKS = "11_one_gpu"  # the notebook whose reader may set the address
 MISSING = """\
 # On a machine where the project is installed, this cell does nothing.
 import importlib.util
@@ -36,8 +57,10 @@ if importlib.util.find_spec("zero_min") is None:
 """
 
 
-def install_cell(repository: str = REPOSITORY) -> str:
-    """The code of the cell that installs the project where it is missing."""
+def install_cell(repository: str = REPOSITORY, asks: bool = False) -> str:
+    """The code of the cell that installs the project where it is missing; it may ask for the address."""
+    if asks:
+        return ASKING.format(repository=repository, folder=FOLDER).rstrip()
     return (FETCH.format(repository=repository, folder=FOLDER) if repository else MISSING).rstrip()
 
 
@@ -92,9 +115,10 @@ def with_install_cell(notebook: Path, repository: str = REPOSITORY) -> str:
     made = json.loads(notebook.read_text(encoding="utf-8"))
     cells = [cell for cell in made["cells"] if cell["id"] != CELL]
     first = next(i for i, cell in enumerate(cells) if cell["cell_type"] == "code")
-    source = install_cell(repository).splitlines(keepends=True)
-    # The site leaves it out, and JupyterLab folds it.
-    metadata = {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}
+    asks = notebook.stem == ASKS
+    source = install_cell(repository, asks).splitlines(keepends=True)
+    # The site leaves it out, and JupyterLab folds it, unless the reader has something to set there.
+    metadata = {} if asks else {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}
     cell = {"cell_type": "code", "execution_count": None, "id": CELL, "metadata": metadata, "outputs": []}
     made["cells"] = [*cells[:first], {**cell, "source": source}, *cells[first:]]
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"

@@ -3,7 +3,7 @@
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
 (step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
 `compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`, `tensor_parallel`,
-`pipeline` and `activations` are bonuses.
+`pipeline`, `activations` and `allocator` are bonuses.
 """
 
 from zero_min.activations import Meter, OffloadActivations, checkpoint, in_segments

@@ -18,7 +18,7 @@ from lessons import release
 from lessons.evidence import alike, plain
 from lessons.exercise import BLANK, task_regions
 from lessons.registry import IN_ORDER
-from zero_min import activations, compression, muon, pipeline, stage1, stage2
+from zero_min import activations, allocator, compression, muon, pipeline, stage1, stage2
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ PURE = {
         _named("layers", "ranks"),
         lambda *given: [[[*each] for each in pipeline.cut_layers(*given)]],
     ),
+    "block": Pure(allocator.block_size, [(1,), (512,), (513,), (4000,), (70_000,)], _named("nbytes")),
+    "segment": Pure(allocator.segment_size, [(512,), (2**20,), (2**20 + 512,), (10 * 2**20,), (15 * 2**20,)]),
     "gpipe": Pure(pipeline.gpipe, [(1, 4, 3), (0, 2, 2)]),
     "one_f_one_b": Pure(pipeline.one_f_one_b, [(2, 7, 9), (0, 4, 6), (3, 4, 6), (1, 2, 3)]),
     "interval": Pure(

@@ -58,6 +58,21 @@ def test_the_cell_fetches_and_installs_where_the_project_is_missing(
         exec(repository.install_cell(""), {})
 
 
+def test_one_notebook_s_reader_may_set_the_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cell = repository.install_cell("", asks=True)
+    exec(cell, {})  # the project is here, so nothing happens
+    ran: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append([str(word) for word in command]))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError, match="set REPOSITORY above"):
+        exec(cell, {})
+    exec(cell.replace('REPOSITORY = ""', f'REPOSITORY = "{SOMEWHERE}"'), {})
+    assert [command[0] for command in ran] == ["git", sys.executable] and SOMEWHERE in ran[0]
+    assert f'REPOSITORY = "{SOMEWHERE}"' in repository.install_cell(SOMEWHERE, asks=True)
+
+
 def test_the_address_stands_in_one_place() -> None:
     known = repository.REPOSITORY
     for text in (ROOT / "pyproject.toml", ROOT / "site" / "mkdocs.yml"):

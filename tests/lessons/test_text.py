@@ -24,6 +24,7 @@ QUESTIONS = {
     8: 3,
     9: 3,
     10: 3,
+    11: 3,
 }  # how many each lesson answers
 PARTS = [
     "bill",

@@ -118,6 +118,10 @@ MISTAKES = {
         ("backward", "output.backward(grad)", "output.backward(-grad)", "every sign is turned"),
         ("interval", "range(1, layers + 1)", "range(2, layers + 1)", "returns a value which is 2"),
     ],
+    "11": [
+        ("segment", "if size < OWN_SEGMENT:", "if size <= OWN_SEGMENT:", "10485760"),
+        ("split", "Block(block.start + size, rest", "Block(block.start, rest", "start"),
+    ],
 }
 
 

@@ -35,7 +35,9 @@ NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one.
 commands, which need a GPU and a torch built for it, how a first run proceeds and, after a run, its results:
 """
 FINDINGS = RECORDS / "findings.md"  # what a person has to say about the results
-MEASURED = "The parts below are made from what `make gpu-day` has printed; nobody types a number there. To run it:\n"
+MEASURED = (
+    "The parts below are made from what `make gpu-day` has printed; nobody types a number there. To run it:\n"
+)
 HOW = """
 ```
 make gpu-day                              # every part below; finished parts are not run again
