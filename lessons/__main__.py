@@ -10,7 +10,6 @@ try:
         import os
         import sys
         from collections.abc import Callable, Iterator
-        from dataclasses import asdict
         from pathlib import Path
         from typing import Any
 
@@ -95,15 +94,34 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--force", action="store_true", help="overwrite your answer")
     each = add("check", check_work, "run the shared tests on your work file", lesson)
     each.add_argument("--json", action="store_true", help="each claim and its points, for a program to read")
+    each.add_argument("--sandbox", action="store_true", help="with --json: as handin and verify judge it")
     each = add("handin", hand_in, "one file with your work, to give to an instructor")
     each.add_argument("numbers", nargs="+", metavar="N", help="the lessons' numbers")
     each.add_argument("--name", required=True, help="whose work it is")
     each = add("verify", verify, "for instructors: judge hand-ins again. It runs the code that is in them")
     each.add_argument("files", nargs="+", type=Path, metavar="FILE", help="hand-ins")
     each.add_argument("--json", action="store_true", help="a line for each lesson, for a program to read")
+    each.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each student")
+    each.add_argument("--feedback", type=Path, metavar="DIR", help="write a page for each student")
+    each.add_argument(
+        "--due", metavar="DATE", help="as in 2026-12-01, its whole day, or 2026-12-01T18:00+01:00"
+    )
+    each.add_argument(
+        "--late", type=float, default=0, metavar="PERCENT", help="off for each day begun; else 0"
+    )
+    each.add_argument("--cap", type=float, default=100, metavar="PERCENT", help="off at most; else 100")
+    each.add_argument("--grace", type=float, default=0, metavar="MINUTES", help="still in time; else 0")
+    text = "when files arrived: columns `received` and `file` or `name`; else the student's clock counts"
+    each.add_argument("--received", type=Path, metavar="CSV", help=text)
+    each.add_argument("--jobs", type=int, default=1, metavar="N", help="hand-ins at a time; else 1")
+    text = "for the tests of a lesson; else 600"
+    each.add_argument("--seconds", type=float, default=600, metavar="S", help=text)
+    each.add_argument("--memory", type=float, default=4, metavar="GIB", help="of a hand-in's process; else 4")
     each = add("release", release, "for instructors: a folder for students, with exercises and no answers")
     each.add_argument("folder", type=Path, metavar="DIR", help="the folder, which must not exist yet")
     each.add_argument("numbers", nargs="*", metavar="N", help="the lessons' numbers; else all")
+    forms = ("github", "classroom50", "nbgrader")
+    each.add_argument("--for", dest="form", choices=forms, help="with what this needs, beside or instead")
     each = add("hint", hint, "a hint for a task, or for the next blank one", lesson)
     each.add_argument("more", nargs="*", metavar="T k", help="a task's name, and 1, 2 or 3: 3 says most")
     add("diff", one(exercise.diff), "your file against the answer", lesson)
@@ -162,7 +180,9 @@ def one(function: Callable[[Lesson], int | str]) -> Callable[[Chosen], int]:
 
 def check_work(chosen: Chosen) -> int:
     """Judge the learner's files."""
-    return check(find_lesson(chosen.number), as_json=chosen.json)
+    if chosen.sandbox and not chosen.json:
+        raise LessonError("--sandbox needs --json")
+    return check(find_lesson(chosen.number), chosen.json, chosen.sandbox)
 
 
 def hand_in(chosen: Chosen) -> int:
@@ -174,23 +194,42 @@ def hand_in(chosen: Chosen) -> int:
 
 def verify(chosen: Chosen) -> int:
     """A table of what is in hand-ins; 0 if all of them claim what is found."""
-    from lessons import handin
+    from lessons import late, marks
+    from lessons import verify as judging
 
-    handin.check_files(chosen.files)
-    found = handin.verify(chosen.files)
+    for option in ("late", "cap", "grace", "jobs", "seconds", "memory"):
+        least = 0 if option in ("late", "cap", "grace") else 1 if option == "jobs" else 0.1
+        if not least <= getattr(chosen, option) < 1e9:
+            raise LessonError(f"--{option} {getattr(chosen, option):g}: give a number from {least} on")
+    judging.check_files(chosen.files)
+    due = late.moment(chosen.due, end_of_day=True) if chosen.due else None
+    policy = late.Policy(due, chosen.late, chosen.cap, chosen.grace)
+    received = late.received_times(chosen.received) if chosen.received else {}
+    limits = judging.Limits(chosen.seconds, chosen.memory)
+    found = judging.verify(chosen.files, policy, received, limits, chosen.jobs)
+    if chosen.csv:
+        marks.write_csv(chosen.csv, found)
+    if chosen.feedback:
+        marks.write_feedback(chosen.feedback, found, policy)
     if chosen.json:
-        print("\n".join(json.dumps(asdict(each)) for each in found))
+        print("\n".join(json.dumps(each.facts()) for each in found))
     else:
-        header = ("file", "name", "lesson", "points claimed", "points found", "result")
-        print_table([header, *(each.row for each in found)])
+        dated = due is not None or bool(received)
+        dates = ("received", "days late", "points") if dated else ()
+        header = ("file", "name", "lesson", "points claimed", "points found", *dates, "result")
+        print_table([header, *(each.row(dated) for each in found)])
     return 0 if all(each.note == "same" for each in found) else 1
 
 
 def release(chosen: Chosen) -> int:
     """Write a folder for students."""
     from lessons import release as releasing
+    from lessons import templates
 
-    print(releasing.release(chosen.folder, chosen.numbers))
+    if chosen.form:
+        print(templates.release_for(chosen.form, chosen.folder, chosen.numbers))
+    else:
+        print(releasing.release(chosen.folder, chosen.numbers))
     return 0
 
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from lessons import last_words
-from lessons.exercise import LessonError, read_work, shown, tasks_at, tasks_named, unanswered
+from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, tasks_named, unanswered
 from lessons.grade import grade
 from lessons.progress import places as places_of
 from lessons.progress import remember, stand_ins
@@ -13,15 +13,15 @@ from lessons.run_judge import run_judge
 from lessons.verdict import paragraphs
 
 
-def check(lesson: Lesson, as_json: bool = False) -> int:
+def check(lesson: Lesson, as_json: bool = False, sandboxed: bool = False) -> int:
     """Judge the work files in a process of their own, where they take zero_min's place."""
-    return _for_programs(lesson) if as_json else _for_people(lesson)
+    return _for_programs(lesson, sandboxed) if as_json else _for_people(lesson)
 
 
-def _for_programs(lesson: Lesson) -> int:
+def _for_programs(lesson: Lesson, sandboxed: bool) -> int:
     """One JSON object on stdout, whatever happens."""
     try:
-        report = graded(lesson)
+        report = graded(lesson, sandboxed)
     except LessonError as error:
         print(json.dumps({"lesson": str(lesson.number), "error": str(error)}))
         return 2
@@ -29,11 +29,13 @@ def _for_programs(lesson: Lesson) -> int:
     return 0 if report["passed"] else 1
 
 
-def graded(lesson: Lesson) -> dict[str, Any]:
+def graded(lesson: Lesson, sandboxed: bool = False) -> dict[str, Any]:
     """What the tests say of the work files, claim by claim. It is remembered."""
     read_work(lesson)
-    report = grade(lesson, [work for _, work in lesson.files], stand_ins(lesson))
-    remember(lesson, passed=report["passed"])
+    report = grade(lesson, [work for _, work in lesson.files], stand_ins(lesson), sandboxed)
+    failed = {claim["task"] for claim in report["claims"] if claim["passed"] is False}
+    held = [task for task in tasks(lesson) if report["claims"] and task not in failed]
+    remember(lesson, passed=report["passed"], held=held)
     return report
 
 
@@ -50,7 +52,7 @@ def _for_people(lesson: Lesson) -> int:
     if end is not None:
         print(f"\n{explain(lesson, end)}")
         status = 1
-    remember(lesson, passed=status == 0)
+    remember(lesson, passed=status == 0, held=tasks(lesson) if status == 0 else [])
     return status
 
 

@@ -9,7 +9,7 @@ a determined forger: a person reads each entry before it is merged.
 import ast
 from collections.abc import Iterator
 
-from lessons import outside
+from lessons import sandbox
 from zero_min.comm import Comm
 from zero_min.ledger import Ledger
 from zero_min.thread_comm import ThreadComm
@@ -47,7 +47,7 @@ def broken(source: str) -> list[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    reaching = {each for each in outside.reaching_lines(tree) if each[1] != "uses .modules"}  # of a model
+    reaching = {each for each in sandbox.refusals(source) if each[1] != "uses .modules"}  # of a model
     found = reaching | {*_of_golf(tree, imported)}
     return [f"line {line}: {what}" for line, what in sorted(found)]
 

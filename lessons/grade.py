@@ -46,6 +46,12 @@ class Said:
         return {**found, "diagnosis": better["diagnosis"]} if found and better else found
 
     @property
+    def reached(self) -> list[str]:
+        """The lines that reached outside of the exercise."""
+        found = [line for record in self.records for line in record.get("reached", [])]
+        return list(dict.fromkeys(found))
+
+    @property
     def contract(self) -> Record | None:
         """What was said of the contract, if it was run."""
         return next((record for record in self.records if "contract" in record), None)
@@ -61,9 +67,14 @@ def task_of(lesson: Lesson, claim: str) -> str | None:
     return next(iter(tasks_named(lesson, claim)), None)
 
 
-def grade(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> Record:
-    """Judge these files; `others` are files that stand for modules of earlier lessons."""
-    said = _judged(lesson, works, others)
+def grade(
+    lesson: Lesson, works: Sequence[Path], others: Mapping[str, str], sandboxed: bool = False
+) -> Record:
+    """Judge these files; `others` are files that stand for modules of earlier lessons.
+
+    In a sandbox, a file that reaches outside of the exercise has 0 points.
+    """
+    said = _judged(lesson, works, others, sandboxed)
     claims = _claims(lesson, said)
     earned = sum((points for points, _ in claims), Fraction())
     contract = said.contract or {"contract": None}
@@ -72,9 +83,10 @@ def grade(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> R
     return {
         "lesson": str(lesson.number),
         "title": lesson.title,
-        "passed": bool(contract["contract"]),
-        "points": round(float(earned), 2),
+        "passed": bool(contract["contract"]) and not said.reached,
+        "points": 0.0 if said.reached else round(float(earned), 2),
         "of": most(lesson),
+        "reached": said.reached,  # lines that reached outside of the exercise, in a sandbox
         "error": error,
         "claims": [claim for _, claim in claims],
         "contract": {
@@ -106,14 +118,15 @@ def _claims(lesson: Lesson, said: Said) -> list[tuple[Fraction, Record]]:
     return found
 
 
-def _judged(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> Said:
+def _judged(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str], sandboxed: bool) -> Said:
     """Let the tests judge the files, each claim by itself: one that crashes costs only itself."""
     places = {**others, **dict(zip(lesson.modules, map(str, works), strict=True))}
     with tempfile.TemporaryDirectory() as folder:
         file, printed = Path(folder) / "claims.jsonl", ""
         for _ in range(CRASHES):
             asked = ["--claims", str(lesson.number), str(file)]
-            done, end = run_judge(places, works, *asked, stdout=subprocess.PIPE)
+            sandbox = Path(folder) / "sandbox" if sandboxed else None
+            done, end = run_judge(places, works, *asked, sandbox=sandbox, stdout=subprocess.PIPE)
             printed = done.stdout
             said = Said(_read(file), printed)
             if end is None or said.contract is not None:

@@ -33,6 +33,16 @@ LONG = 2.0  # seconds: a failure that took longer is not run again for evidence
 QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
 
 
+def last_line(error: BaseException) -> Path | None:
+    """The file of the line that has raised this, or its first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return Path(at.tb_frame.f_code.co_filename) if at else None
+
+
 class Reporter:
     """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
@@ -68,6 +78,9 @@ class Reporter:
         """Pytest asks what to make of a test that has run."""
         report = yield
         other = self._blank_elsewhere(call.excinfo.value) if call.excinfo else None
+        if report.skipped and call.excinfo and last_line(call.excinfo.value) in self.works:
+            report.outcome = "failed"  # only a test may skip itself, not the code that it judges
+            self.pytest_exception_interact(item, call)
         if other is not None:
             self.not_judged[item.name] = other
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs lesson {other}")
@@ -76,7 +89,12 @@ class Reporter:
     def _blank_elsewhere(self, error: BaseException) -> str | None:
         """In a release: the other lesson that is blank there, and whose blank this test has met."""
         found = blank_in(error) if RELEASED is not None and self.lesson is not None else None
-        return found[0] if found and self.lesson and found[0] != str(self.lesson.number) else None
+        place = last_line(error)
+        if found is None or self.lesson is None or place is None:
+            return None
+        if not place.is_relative_to(ROOT / "zero_min"):  # a hand-in that raises what a blank would
+            return None
+        return found[0] if found[0] != str(self.lesson.number) else None
 
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         """Pytest calls this when a test, or reading a file of them, raises."""
@@ -196,7 +214,9 @@ class Recorder(Reporter):
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Pytest calls this after each phase of each test."""
         super().pytest_runtest_logreport(report)
-        name = report.nodeid.rpartition("::")[2]
+        name, sandbox = report.nodeid.rpartition("::")[2], replace.sandbox()
+        if sandbox is not None and sandbox.reached:
+            self.write(reached=sandbox.reached)
         if report.passed and report.when == "call":
             self.write(test=name, passed=True)
         elif name in self.not_judged and report.skipped:
@@ -228,6 +248,10 @@ def judge_claims(lesson: Lesson, works: list[Path], watch: Watch, file: Path) ->
         )
         passed = with_all
     firsts = {(tasks_named(lesson, each.test) or [""])[0]: each for each in reversed(recorder.failures)}
+    sandbox = replace.sandbox()
+    if sandbox is not None and sandbox.reached:  # in the contract
+        recorder.write(reached=sandbox.reached)
+        passed = False
     for failure in firsts.values():
         seen = judged(lesson, recorder, failure=failure)
         if seen.evidence is not None:

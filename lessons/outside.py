@@ -2,101 +2,25 @@
 
 A task needs torch, the standard library's tools for computing, and zero_min. A file that imports pytest,
 opens files or asks Python about itself may be after the judge and not after the answer: it is not run.
+What shows only when it runs, `lessons/sandbox.py` refuses then.
 """
 
-import ast
 import difflib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
+from lessons import sandbox
 from lessons.exercise import blank, written
 from lessons.registry import Lesson
 
-IMPORTS = {
-    "__future__",
-    "abc",
-    "bisect",
-    "collections",
-    "contextlib",
-    "copy",
-    "dataclasses",
-    "enum",
-    "fractions",
-}
-IMPORTS |= {
-    "functools",
-    "heapq",
-    "itertools",
-    "math",
-    "operator",
-    "pathlib",
-    "random",
-    "time",
-    "torch",
-    "typing",
-}
-IMPORTS |= {"warnings", "zero_min"}
-BUILTINS = {
-    "open",
-    "exec",
-    "eval",
-    "compile",
-    "globals",
-    "locals",
-    "vars",
-    "breakpoint",
-    "input",
-    "__import__",
-}
-BUILTINS |= {"__builtins__", "__loader__", "__spec__", "__file__"}
-ATTRIBUTES = {
-    "os",
-    "sys",
-    "modules",
-    "importlib",
-    "builtins",
-    "inspect",
-    "subprocess",
-    "ctypes",
-    "gc",
-    "load",
-}
-ATTRIBUTES |= {"read_text", "read_bytes", "write_text", "write_bytes", "glob", "rglob", "iterdir", "f_back"}
-DUNDERS = {"__init__", "__name__", "__class__", "__call__", "__len__", "__iter__", "__next__", "__getitem__"}
 
-
-def reaching(lesson: Lesson, name: str, source: str) -> list[str]:
-    """Each line of a hand-in that reaches outside of the exercise, and is not a line of the file as given."""
-    (answer,) = [answer for answer, _ in lesson.files if answer.name == name]
-    given = {line.strip() for line in blank(answer, lesson.number).splitlines()}
-    lines = source.splitlines()
-    found = {
-        line: what for line, what in reaching_lines(ast.parse(source)) if lines[line - 1].strip() not in given
-    }
-    return [f"{name}, line {line}: {what}" for line, what in sorted(found.items())]
-
-
-def reaching_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Each line of a program that reaches outside of what computing needs, and what it reaches for."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            for name in [module] if module else [alias.name for alias in node.names]:
-                if name.partition(".")[0] not in IMPORTS:
-                    yield node.lineno, f"imports {name}"
-            for alias in node.names:
-                if alias.name in ATTRIBUTES:
-                    yield node.lineno, f"imports {alias.name}"
-        elif isinstance(node, ast.Name) and node.id in BUILTINS:
-            yield node.lineno, f"uses {node.id}"
-        elif isinstance(node, ast.Attribute) and (node.attr in ATTRIBUTES or _is_private(node.attr)):
-            yield node.lineno, f"uses .{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
-            yield node.lineno, f"uses {node.value!r}"  # as in getattr(zero_min, "__path__")
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and len(name) > 4 and name not in DUNDERS
+def reaching(sources: Mapping[str, str]) -> list[str]:
+    """Each line of a hand-in that shows, before it runs, that it reaches outside of the exercise."""
+    return [
+        f"{name}, line {line}: {what}"
+        for name, text in sources.items()
+        for line, what in sorted(sandbox.refusals(text))
+    ]
 
 
 def changed(lesson: Lesson, name: str, source: str) -> list[int]:

@@ -3,19 +3,48 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from lessons import registry
-from lessons.exercise import LessonError, built_on, shown, tasks, unanswered
+from lessons import late, registry
+from lessons.exercise import LessonError, built_on, shown, tasks, unanswered, written
 from lessons.registry import IN_ORDER, RELEASED, Lesson
 
 PASSED, FAILED = "passed", "does not pass yet"
 
 
-def remember(lesson: Lesson, passed: bool) -> None:
-    """Write down what `check` has said of the files as they are."""
-    everything = _read()
-    everything[str(lesson.number)] = {"files": _digest(lesson), "said": PASSED if passed else FAILED}
+def remember(lesson: Lesson, passed: bool, held: Sequence[str] = ()) -> None:
+    """Write down what `check` has said of the files as they are, and since when tasks hold that do."""
+    everything, lines = _read(), _lines(lesson)
+    before, now = everything.get(str(lesson.number), {}).get("tasks", {}), late.now()
+    kept = {task: each for task, each in before.items() if each["lines"] == lines.get(task)}
+    new = {task: {"lines": lines[task], "accepted": now} for task in held if task in lines}
+    everything[str(lesson.number)] = {
+        "files": _digest(lesson),
+        "said": PASSED if passed else FAILED,
+        "tasks": new | kept,
+    }
     (registry.WORK / "progress.json").write_text(json.dumps(everything, indent=1), encoding="utf-8")
+
+
+def accepted_tasks(lesson: Lesson) -> dict[str, str]:
+    """When `check` first accepted each task's lines as they are now, by this computer's clock."""
+    lines, said = _lines(lesson), _read().get(str(lesson.number), {})
+    return {
+        task: each["accepted"]
+        for task, each in said.get("tasks", {}).items()
+        if each["lines"] == lines.get(task)
+    }
+
+
+def _lines(lesson: Lesson) -> dict[str, str]:
+    """A digest of what stands in each task's place."""
+    found = {}
+    for answer, work in lesson.files:
+        text = work.read_text(encoding="utf-8")
+        for task, numbers in written(lesson, answer, text).items():
+            body = "\n".join(text.splitlines()[numbers.start : numbers.stop])
+            found[task] = hashlib.sha256(body.encode()).hexdigest()
+    return found
 
 
 def progress(lesson: Lesson) -> str:
@@ -31,7 +60,7 @@ def progress(lesson: Lesson) -> str:
         return "written, not checked"
     if said["files"] != _digest(lesson):
         return f"changed since it {said['said']}" if said["said"] == PASSED else "changed, not checked"
-    return said["said"]
+    return str(said["said"])
 
 
 def accepted() -> list[Lesson]:
@@ -81,10 +110,10 @@ def _digest(lesson: Lesson) -> str:
     return hashlib.sha256(b"\0".join(work.read_bytes() for _, work in lesson.files)).hexdigest()
 
 
-def _read() -> dict[str, dict[str, str]]:
+def _read() -> dict[str, dict[str, Any]]:
     place = registry.WORK / "progress.json"
     try:
-        found: dict[str, dict[str, str]] = json.loads(place.read_text(encoding="utf-8"))
+        found: dict[str, dict[str, Any]] = json.loads(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -12,20 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+
+from lessons.sandbox import FOLDER, Loader, Sandbox
 
 VARIABLE = "ZERO_MIN_REPLACE"
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self.places = places
+    def __init__(self, places: Mapping[str, str], sandbox: Sandbox | None = None) -> None:
+        self.places, self.sandbox = places, sandbox
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         place = self.places.get(name)
-        return importlib.util.spec_from_file_location(name, place) if place else None
+        loader = Loader(name, place, self.sandbox) if place and self.sandbox else None
+        return importlib.util.spec_from_file_location(name, place, loader=loader) if place else None
 
 
 def environment(places: Mapping[str, str]) -> dict[str, str]:
@@ -39,13 +43,22 @@ def places() -> dict[str, str]:
     return dict(item.split("=", 1) for item in wanted.split(os.pathsep) if item)
 
 
+def sandbox() -> Sandbox | None:
+    """What guards the files that replace modules in this process; None in a learner's own."""
+    return next((each.sandbox for each in sys.meta_path if isinstance(each, _Finder)), None)
+
+
 def install() -> bool:
-    """Honour the variable, if it is set. Call this before zero_min is imported for the first time."""
+    """Honour the variable, if it is set. Call this before zero_min is imported for the first time.
+
+    With `sandbox.FOLDER` in the environment the files run in a sandbox, as those of a hand-in.
+    """
     wanted = places()
     if wanted and "zero_min" in sys.modules:
         raise ImportError(f"{VARIABLE} is set, but zero_min has been imported already")
     if wanted:
-        sys.meta_path.insert(0, _Finder(wanted))
+        folder = os.environ.get(FOLDER)
+        sys.meta_path.insert(0, _Finder(wanted, Sandbox(Path(folder), wanted) if folder else None))
     return bool(wanted)
 
 
