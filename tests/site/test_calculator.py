@@ -5,6 +5,7 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from places import SiteError
 from torch import nn
 
 from tests.site.browser import Open
-from zero_full.plan import human, plan
+from zero_full.plan import activations, human, plan
+from zero_full.precision.dtypes import Dtypes
 from zero_min import formula
 from zero_min.gpt import GPT, GPTConfig
 
@@ -52,7 +54,10 @@ def planned(shape: dict[str, int], run: dict[str, Any]) -> dict[str, int]:
     with torch.device("meta"):
         model = GPT(GPTConfig(**shape))
         tokens = torch.empty(run["batch"], shape["context"], dtype=torch.int64)
-    each = plan(model, configured(run), run["ranks"], inputs=[tokens, tokens])
+    parameter = calculator._settings(0, precision=run["precision"]).dtypes.parameter
+    saved = activations(model, [tokens, tokens], Dtypes(parameter))
+    # The page adds peaks, of modules in the order of registration: as a plan without inputs.
+    each = replace(plan(model, configured(run), run["ranks"]), activations=saved)
     found = {kind: getattr(each, kind) for kind in KINDS}
     return {**found, "kept": each.between_steps, "peak": each.peak}
 

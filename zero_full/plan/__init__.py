@@ -11,18 +11,23 @@ ranks (`simulation.py`). Parameters, buffers, gradients, master weights, optimiz
 rank's ledger, to the byte. Each row of temporary memory is its peak within a step on an accelerator. A CPU
 needs more: it keeps a reduced buffer for the next bucket, and sums 16-bit numbers in wider copies.
 
-A plan's step calls each module once, in the order of registration: see [Note: a fake pass]. Stage 3's
-traffic and gathered parameters depend on this order, and so does the set of gradients in flight at one time.
+A plan's step calls each module once, in the order of the model's own backward if inputs are given, else in
+the order of registration: see [Note: a fake pass]. Stage 3's traffic and gathered parameters depend on this
+order, and so does the set of gradients in flight at one time.
 
 Of a pipeline, each place is planned (`pipeline_stages.py`). Its activations are those of the micro-batches in
 flight in torch's schedule, with what torch's stages hold besides: see [Note: what torch holds].
 
-The rows may peak at different times. The total peak adds them up, so it is an upper bound. Activations are
-the storages that autograd saves in forward, each counted once, and the outputs. Of the temporaries of
-backward, only parameter gradients are counted, not other gradients and not recomputed activations.
+The rows may peak at different times, so the total peak is less than their sum. With inputs, it is the largest
+sum of all kinds at one moment, with gradients of activations and recomputed activations: see [Note: moments
+of a pass]. It is the sum of the rows, an upper bound, in four cases: without inputs, if backward fails
+without values, of a pipeline, and on a CPU, which keeps the memory of gradients from step to step. Then the
+table says "at most", and `passes` is None. The row of activations has what is alive after forward: storages
+that autograd has saved, each counted once, inputs and outputs.
 
-Not predicted: fragmentation of the allocator, the memory of an accelerator's context and libraries, NCCL's
-buffers, temporaries of an optimizer's own step, and its step counters.
+Not predicted: rounding and fragmentation of the allocator, the memory of an accelerator's context and
+libraries, NCCL's buffers, temporaries inside an operator or of an optimizer's own step, its step counters,
+and a loss that is computed outside the model.
 """
 
 from zero_full.errors import PlanError

@@ -1,11 +1,13 @@
 """Copy of a model on the meta device: the same modules, names and shapes, with a fake forward.
 
-[Note: a fake pass] Modules are called once each, in the order of registration, and nested as in the
-model. Each uses its own parameters first, then calls its children. The activation is a scalar on the meta
-device. So autograd produces every parameter's gradient, in reverse order, and all hooks of the runtime run as
-in a real pass. Two modules that hold the same parameter both use it.
+[Note: a fake pass] Modules are called once each, nested as in the model, in the order of registration or, if
+it is known, of a real backward. Each uses its own parameters first, then calls its children. The activation
+is a scalar on the meta device. So autograd produces every parameter's gradient, in reverse order, and all
+hooks of the runtime run as in a real pass. Two modules that hold the same parameter both use it.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +17,19 @@ from torch.nn import Parameter
 from zero_full._compat import parameters_and_children
 from zero_full.shard.group.dtensors import block_of, is_dtensor, largest_shape, mark_stand_in
 
+Counting = Callable[[], AbstractContextManager[None]]
 
-def meta_copy_of(model: nn.Module) -> nn.Module:
-    """Copy a model's modules, with the same classes and attributes, without hooks and on the meta device."""
+
+def meta_copy_of(
+    model: nn.Module, arrivals: Sequence[str] = (), making_gradient: Counting = nullcontext
+) -> nn.Module:
+    """Copy a model's modules, with the same classes and attributes, without hooks and on the meta device.
+
+    arrivals         names of parameters in the order in which a backward produces their gradients, if known
+    making_gradient  a context in which fake gradients are made
+    """
+    params = dict(model.named_parameters())
+    at = {params[name]: -place for place, name in enumerate(arrivals) if name in params}
     modules: dict[nn.Module, nn.Module] = {}
     tensors: dict[Tensor, Tensor] = {}
     called: set[nn.Module] = set()  # in this pass
@@ -52,8 +64,16 @@ def meta_copy_of(model: nn.Module) -> nn.Module:
         for name, child in children.items():  # includes a second name of the same child
             if child is not None:
                 nn.Module.add_module(made, name, copy(child))
-        vars(made)["forward"] = FakeForward(made, called)
+        vars(made)["forward"] = FakeForward(made, called, ranks_of(module), making_gradient)
         return made
+
+    def ranks_of(module: nn.Module) -> dict[Any, int]:
+        found: dict[Any, int] = {copied(p): at[p] for p in module.parameters(recurse=False) if p in at}
+        for child in module.children():
+            inside = [at[p] for p in child.parameters() if p in at]
+            if inside:
+                found[copy(child)] = min(inside)
+        return found
 
     return copy(model)
 
@@ -66,15 +86,23 @@ def begin_pass(copied: nn.Module) -> None:
 class FakeForward:
     """A module's fake forward. See [Note: a fake pass]."""
 
-    def __init__(self, module: nn.Module, called: set[nn.Module]) -> None:
-        self.module, self.called = module, called
+    def __init__(
+        self,
+        module: nn.Module,
+        called: set[nn.Module],
+        ranks: Mapping[Any, int] | None = None,
+        making_gradient: Counting = nullcontext,
+    ) -> None:
+        """`ranks`: the place of parameters and children in forward, if known; the lowest is the first."""
+        self.module, self.called, self.making_gradient = module, called, making_gradient
+        self.ranks = ranks or {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Use the module's own parameters, then call its children."""
-        for param in self.module.parameters(recurse=False):
+        for param in sorted(self.module.parameters(recurse=False), key=self._rank):
             if param.requires_grad:
-                x = _UseParameter.apply(x, param)  # type: ignore[no-untyped-call]
-        for child in self.module.children():
+                x = _UseParameter.apply(x, param, self.making_gradient)  # type: ignore[no-untyped-call]
+        for child in sorted(self.module.children(), key=self._rank):
             if child in self.called:
                 continue
             self.called.add(child)
@@ -82,18 +110,23 @@ class FakeForward:
             x = nn.Module.__call__(child, x) if is_called else vars(child)["forward"](x)
         return x
 
+    def _rank(self, part: Any) -> int:
+        return self.ranks.get(part, 0)
+
 
 class _UseParameter(torch.autograd.Function):
     """Autograd function that uses a parameter, so that backward produces its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, param: Tensor, making: Counting) -> Tensor:
         """Return a copy of the activation."""
+        ctx.making = making
         ctx.like = param.shape, param.dtype, param.device
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Pass the gradient on, and return a zero gradient for the parameter."""
         shape, dtype, device = ctx.like
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
+        with ctx.making():
+            return grad, torch.zeros(shape, dtype=dtype, device=device), None

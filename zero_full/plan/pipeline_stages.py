@@ -48,6 +48,7 @@ from zero_full.pipeline.timetable import (
     in_flight,
     operations,
 )
+from zero_full.plan.activations import FakeTracker
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.result import PipelinePart
 from zero_full.plan.simulation import CPU, Cluster, Simulation
@@ -188,7 +189,7 @@ def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequenc
             module = places[places[0].place_of(stage)]
             chunk = StageLayers(module, stage, takes, LOSS, CPU, autocast, casts_to, _untimed)
             chunk.batch = RunningBatch([inputs], [labels])
-            probe = _OneMicroBatch(chunk, _FakeTracker(), splits)
+            probe = _OneMicroBatch(chunk, FakeTracker(), splits)
             try:
                 given = inputs if takes is None else takes.example(CPU)
                 state = _state(probe, module, config)
@@ -210,13 +211,6 @@ def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequenc
 def _untimed(phase: str) -> AbstractContextManager[None]:
     """Return a context that does nothing, in place of a timer of forward and backward."""
     return nullcontext()
-
-
-class _FakeTracker(MemoryTracker):
-    """Tracks fake tensors, which are on the CPU."""
-
-    def _is_counted(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 0
 
 
 def _state(probe: nn.Module, module: PipelineModule, config: Config) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.pipeline.module import PipelineModule
-from zero_full.plan.activations import activations
+from zero_full.plan.activations import PassBytes, pass_bytes
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
 from zero_full.shard.group.dtensors import is_dtensor
@@ -25,6 +25,7 @@ from zero_full.start.dtensor_checks import check_dtensor_options
 from zero_full.start.from_config import settings_of
 
 STAGES = (0, 1, 2, 3)
+UNKNOWN = PassBytes(0, None)  # without inputs
 
 
 def plan(
@@ -97,8 +98,9 @@ def _plans(
         return [
             _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
         ]
-    activation_bytes = _activations(model, resolved.config, inputs)
-    return [_plan(model, each, cluster, activation_bytes) for each in _at(resolved, stages, highest=3)]
+    model_pass = _model_pass(model, resolved.config, inputs)
+    saved = model_pass.saved if inputs else None
+    return [_plan(model, each, cluster, saved, model_pass) for each in _at(resolved, stages, highest=3)]
 
 
 def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[Resolved]:
@@ -128,7 +130,7 @@ def _plan_pipeline(
     for module in places:
         part, activation_bytes, received = stages_of.part_of(module, resolved, sizes)
         seen_from = stages_of.PipelineCluster(**vars(cluster), module=module)
-        made = _plan(module, resolved, seen_from, activation_bytes, stages_of.PlaceSimulation)
+        made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, stages_of.PlaceSimulation)
         plans.append(replace(made, numel=numel, received=received, pipeline=part))
     return replace(max(plans, key=lambda each: each.peak), places=tuple(plans))
 
@@ -161,6 +163,7 @@ def _plan(
     resolved: Resolved,
     cluster: Cluster,
     activation_bytes: int | None,
+    model_pass: PassBytes = UNKNOWN,
     simulation: type[Simulation] = Simulation,
 ) -> Plan:
     try:
@@ -169,7 +172,7 @@ def _plan(
         for name, param in model.named_parameters():
             if is_dtensor(param):
                 check_dtensor_options(name, settings_of(resolved.config))
-        simulated = simulation(model, resolved, cluster)
+        simulated = simulation(model, resolved, cluster, model_pass.arrivals)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
@@ -178,12 +181,14 @@ def _plan(
     for phase in simulated.phases:  # each kind is of the phase in which it is largest
         for kind in ("moments", "update", "sent", "saved"):
             found[kind] = max(found[kind], getattr(phase, kind))
+    on_cpu = cluster.device == "cpu"  # which keeps the memory of gradients from step to step
     return Plan(
         stage=resolved.config.zero_optimization.stage,
         world=cluster.world,
         numel=sum(p.numel() for p in model.parameters()),
         phases=simulated.phases,
         activations=activation_bytes,
+        passes=None if on_cpu else _largest_sum(simulated.moments, model_pass.moments),
         tensor_ranks=cluster.tensor or 1,
         **found,
     )
@@ -218,5 +223,22 @@ def _check_experts(model: nn.Module, cluster: Cluster) -> None:
         raise PlanError(f"expert_parallel {size} does not divide the {cluster.world} ranks")
 
 
-def _activations(model: nn.Module, config: Config, inputs: Sequence[Any]) -> int | None:
-    return activations(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else None
+def _largest_sum(runtime: Sequence[tuple[str, int]], model: Sequence[tuple[str, int]] | None) -> int | None:
+    """Return the largest sum of both at one moment; None: unknown. See [Note: moments of a pass].
+
+    `runtime` has the moments of all passes. A parameter without a gradient in the model's own pass has the
+    bytes of the moment before.
+    """
+    if model is None:
+        return None
+    of_model, largest, now = dict[str, int](), 0, 0
+    for name, size in model:  # a parameter of several recomputed parts has several
+        of_model[name] = max(size, of_model.get(name, 0))
+    for name, size in runtime:
+        now = of_model.get(name, now)
+        largest = max(largest, size + now)
+    return largest
+
+
+def _model_pass(model: nn.Module, config: Config, inputs: Sequence[Any]) -> PassBytes:
+    return pass_bytes(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else UNKNOWN

@@ -33,6 +33,7 @@ NAMES = {
     "sent": "sent in a step",
 }
 WIDE = 67  # characters: a row with the exact number of bytes
+AT_MOST = "peak, at most"  # the sum of kinds that peak at different moments
 WITHOUT_ACTIVATIONS = "+ activations"  # shown after the peak if activations are unknown
 
 
@@ -66,8 +67,9 @@ class Plan:
     """Predicted bytes on the rank with the most memory, by kind.
 
     Persistent memory and traffic equal a rank's ledger, to the byte. Temporary memory is the peak of each
-    kind within a step on an accelerator. The total peak adds these up, so it is an upper bound. Fragmentation
-    of the allocator and the memory of a device's libraries are not included.
+    kind within a step on an accelerator. The kinds peak at different moments: with inputs, the total peak is
+    the largest sum at one moment (`passes`), else the sum of the rows, an upper bound. Rounding and
+    fragmentation of the allocator and the memory of a device's libraries are not included.
 
     Of a pipeline, a plan is of the ranks at one place: at the place with the highest peak, with the plans of
     all places in `places`.
@@ -100,6 +102,8 @@ class Plan:
     written: int  # written to the spill file in a step
     phases: tuple[Phase, ...] = ()  # kinds of steps, if several; the numbers above are those of the largest
     tensor_ranks: int = 1
+    # Activations, gradients and gathered parameters at the worst moment of a pass. None: unknown.
+    passes: int | None = None
     # Of a pipeline only.
     received: int = 0  # buffers to receive from other stages, for all micro-batches; kept between steps
     pipeline: PipelinePart | None = None
@@ -112,9 +116,16 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Peak bytes, in backward or in the optimizer step. Without activations if these are unknown."""
-        backward = self.gathered + self.buckets + (self.activations or 0)
-        return self.between_steps + max(backward, self.update)
+        """Peak bytes, in a pass or in the optimizer step. Without activations if these are unknown."""
+        passes = self.passes
+        if passes is None:
+            passes = self.gradients + self.gathered + self.buckets + (self.activations or 0)
+        return self.between_steps + max(passes - self.gradients, self.update)
+
+    @property
+    def peak_name(self) -> str:
+        """The name of the peak in tables, which says if it is an upper bound."""
+        return AT_MOST if self.passes is None and self.activations is not None else NAMES["peak"]
 
     def table(self) -> str:
         """Return a table of all kinds and totals, in readable units and in bytes."""
@@ -128,7 +139,7 @@ class Plan:
             *([(NAMES["host"], self.host), ("  page-locked", self.pinned)] if self.host else []),
             *([(NAMES["disk"], self.disk)] if self.disk else []),
             *((f"  {name}", getattr(self, kind)) for kind, name in TEMPORARY.items()),
-            (NAMES["peak"], self.peak),
+            (self.peak_name, self.peak),
             (NAMES["sent"], self.sent),
             *([("copied to the host in a step", self.down)] if self.host else []),
             *([("copied to the device in a step", self.up)] if self.host else []),
@@ -216,6 +227,7 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     ]
     for kind, name in NAMES.items():
         sizes = [getattr(each, kind) for each in plans]
+        name = max((each.peak_name for each in plans), key=len) if kind == "peak" else name
         if any(size != 0 for size in sizes):
             lines.append(_row(name, [human(size) for size in sizes]))
         if kind == "peak" and any(each.activations is None for each in plans):

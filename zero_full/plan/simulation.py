@@ -40,10 +40,11 @@ from zero_full.offload.arena import Places
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.optim.state_size import state_bytes
+from zero_full.plan.activations import BACKWARD, FORWARD
 from zero_full.plan.checkpoint_bytes import saved_bytes
 from zero_full.plan.fake_offload import META, FakeBlockTier, FakeFileParamStore, fake_tier
 from zero_full.plan.fake_peers import FakePeers
-from zero_full.plan.memory_tracker import MemoryTracker
+from zero_full.plan.memory_tracker import ARRIVING, MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
 from zero_full.plan.result import Phase
 from zero_full.shard.access.held_bytes import bytes_behind
@@ -88,9 +89,16 @@ class Simulation:
     See [Note: the rank that holds most].
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
-        self.config, self.cluster, self.model = resolved.config, cluster, meta_copy_of(model)
+    def __init__(
+        self, model: nn.Module, resolved: Resolved, cluster: Cluster, arrivals: Sequence[str] = ()
+    ) -> None:
+        """`arrivals`: names of parameters in the order in which gradients arrive, if known."""
         self.planned, self.tracker = torch.device(cluster.device), MemoryTracker()
+        self.config, self.cluster = resolved.config, cluster
+        self.model = meta_copy_of(model, arrivals, partial(self.tracker.counting, ARRIVING))
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(_arrived, self.tracker, name))
         self.copied: dict[str, int] = {}  # bytes copied in a step between device and host, by direction
         self.sent_by_rank: dict[Communicator, list[int]] = {}  # bytes of whole parameters in a step
         self.parameters_read = self.parameters_written = 0  # bytes in a step, in a spill file
@@ -108,7 +116,10 @@ class Simulation:
                 self.sent = self._step(self.config.gradient_accumulation_steps)
             self.holdings = self.optimizer.holdings()
             # Peak bytes of temporary memory within a step, by kind.
-            self.peaks = {kind: self.tracker.peak(kind) for kind in ("gathered", "buckets", "update")}
+            self.peaks = {kind: self.tracker.peak(kind) for kind in ("gathered", "update")}
+            self.peaks["buckets"] = self.tracker.peak("buckets", ARRIVING)
+            # Bytes of gradients and gathered parameters: see [Note: moments of a pass].
+            self.moments = self.tracker.between_marks(("gathered", "buckets"))
             self.phases = tuple(self._phases())
 
     # Assembly ------------------------------------------------------------------------------------
@@ -195,8 +206,10 @@ class Simulation:
             before, (before_reading, _) = self.traffic.total(), self._file_traffic()
             with self.tracker.counting("gathered"):
                 loss = self.engine(torch.zeros((), device=META))
+            self.tracker.mark(FORWARD)
             with self.tracker.counting("buckets"):
                 self.engine.backward(loss)
+            self.tracker.mark(BACKWARD)
             found.append((self.traffic.total() - before, self._file_traffic()[0] - before_reading))
         return found
 
@@ -319,6 +332,10 @@ class Simulation:
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
         shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
         return len(groups) * window_of(HALF) if shared else 0
+
+
+def _arrived(tracker: MemoryTracker, name: str, param: Tensor) -> None:
+    tracker.arrive(name, param.grad)
 
 
 @contextmanager
