@@ -2,7 +2,7 @@
 
 [Note: device of a thread] Each thread has a current device, and a new thread begins with the first device.
 On ranks with another device, the first call of such a thread would open a context on device 0, in memory that
-the first rank needs. So all threads of this package are started by this module. Not run with several GPUs yet.
+the first rank needs. So all threads of this package are started by this module. Not run on several GPUs.
 
 Grad mode is a thread's own, too: the maker's does not hold in a new thread, and none of ours needs autograd.
 """

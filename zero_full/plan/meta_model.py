@@ -1,13 +1,15 @@
 """Copy of a model on the meta device: the same modules, names and shapes, with a fake forward.
 
 [Note: a fake pass] Modules are called once each, nested as in the model, in the order of registration or, if
-it is known, of a real backward. Each uses its own parameters first, then calls its children. The activation
-is a scalar on the meta device. So autograd produces every parameter's gradient, in reverse order, and all
-hooks of the runtime run as in a real pass. Two modules that hold the same parameter both use it.
+it is known, of a real backward. Each uses its own parameters and calls its children; in the order of
+registration, parameters come first. The activation is a scalar on the meta device. So autograd produces every
+parameter's gradient, in reverse order, and all hooks of the runtime run as in a real pass. Two modules that
+hold the same parameter both use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any
 
 import torch
@@ -93,25 +95,25 @@ class FakeForward:
         ranks: Mapping[Any, int] | None = None,
         making_gradient: Counting = nullcontext,
     ) -> None:
-        """`ranks`: the place of parameters and children in forward, if known; the lowest is the first."""
+        """`ranks`: the places of parameters and children in forward, if known. Others come first."""
         self.module, self.called, self.making_gradient = module, called, making_gradient
         self.ranks = ranks or {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Use the module's own parameters, then call its children."""
-        for param in sorted(self.module.parameters(recurse=False), key=self._rank):
-            if param.requires_grad:
-                x = _UseParameter.apply(x, param, self.making_gradient)  # type: ignore[no-untyped-call]
-        for child in sorted(self.module.children(), key=self._rank):
-            if child in self.called:
-                continue
-            self.called.add(child)
-            is_called = type(child).forward is not nn.Module.forward
-            x = nn.Module.__call__(child, x) if is_called else vars(child)["forward"](x)
+        """Use the module's own parameters, and call its children."""
+        parts: list[Any] = [*self.module.parameters(recurse=False), *self.module.children()]
+        for part in sorted(parts, key=self._rank):
+            if isinstance(part, Tensor):
+                if part.requires_grad:
+                    x = _UseParameter.apply(x, part, self.making_gradient)  # type: ignore[no-untyped-call]
+            elif part not in self.called:
+                self.called.add(part)
+                is_called = type(part).forward is not nn.Module.forward
+                x = nn.Module.__call__(part, x) if is_called else vars(part)["forward"](x)
         return x
 
-    def _rank(self, part: Any) -> int:
-        return self.ranks.get(part, 0)
+    def _rank(self, part: Any) -> float:
+        return self.ranks.get(part, -inf)
 
 
 class _UseParameter(torch.autograd.Function):
