@@ -316,8 +316,11 @@ def test_the_page_begins_with_charts_of_what_was_found_and_of_its_range(tmp_path
     steps, speeds = page.charts(found)
     assert steps.bars == {"x / y": (0.5, 0.4, 0.8)} and speeds.bars == {"x / y": (2.0, 1.25, 2.5)}
     text = page.page(found, rehearsal=False)
-    assert text.startswith("# GPU\n\n![Step time, as a ratio: x / y 0.50.](../assets/gpu/steps.svg)\n")
-    assert text.index("operators.svg") < text.index("make gpu-day")
+    assert (
+        text.startswith("# GPU\n\n")
+        and "![Step time, as a ratio: x / y 0.50.](../assets/gpu/steps.svg)\n" in text
+    )
+    assert text.index("steps.svg") < text.index("operators.svg") < text.index("To run it:")
     page.draw(found, tmp_path, rehearsal=False)
     drawn = (tmp_path / "steps.svg").read_text()
     assert "x / y" in drawn and "prefers-color-scheme" in drawn and "#000000" not in drawn

@@ -21,15 +21,17 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer_with(lesson: Lesson, *changes: tuple[str, str]) -> Path:
-    """The work file with the right answers, but for these lines."""
+    """Write the right answers, but for these lines of the first file. Returns that file."""
     exercise.start(lesson)
-    ((answer, file),) = lesson.files
-    text = exercise.fill(answer, lesson.number, file.read_text())
+    for answer, file in lesson.files:
+        file.write_text(exercise.fill(answer, lesson.number, file.read_text()))
+    first = lesson.files[0][1]
+    text = first.read_text()
     for right, wrong in changes:
         assert text.count(right) == 1
         text = text.replace(right, wrong)
-    file.write_text(text)
-    return file
+    first.write_text(text)
+    return first
 
 
 def last_words_of(code: str, folder: Path) -> str:
