@@ -81,15 +81,13 @@ def _line(name: str, row: Found, difference: float | None) -> list[str]:
     if row.missing:
         return [name, row.missing, *[""] * (len(HEAD) - 2)]
     low, high = interleave.spread(row.step)
-    wrong = "" if difference is None else f"{difference:.0e}"
-    wrong += " DIFFERS" * (difference is not None and difference > step_time.TOLERANCE)
     backward = f"{1e3 * interleave.middle(row.backward):.1f}"
     return [
         name,
         f"{1e3 * interleave.middle(row.step):.1f}",
         f"{1e3 * low:.1f}-{1e3 * high:.1f}",
         backward,
-        wrong,
+        step_time.how_far(row, difference),
     ]
 
 
