@@ -141,7 +141,7 @@ def test_the_clock_replays_the_learner_s_file(work: Path, capfd: Capture) -> Non
     assert cli.main(["clock", "1", "--machine", "laptops"]) == 0
     said = capfd.readouterr().out
     assert said.startswith(f"your file: {file}") and "A all_reduce" in said
-    assert "Nothing leaves before the arithmetic is over" in said
+    assert "Nothing is sent before the arithmetic is over" in said
     file.write_text(file.read_text() + "\n        raise ValueError('as planned')\n")
     assert cli.main(["clock", "1"]) == 1
     said = capfd.readouterr().out

@@ -55,6 +55,23 @@ NO_GPU = re.compile(
     r"|\b(?:[Nn]o|[Nn]othing|[Nn]either|[Nn]ot) [^.]*\b(?:run|tried|measured)\b[^.]*\bGPUs?\b|\bCPUs only\b"
 )
 GPU = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
+NO_PART_OF_A_DAY = {  # pages about what a day on GPUs does not run: they may say so
+    "README.md",  # of zero_min
+    "lessons/step5_offload/lesson.md",
+    "site/docs/fit.md",
+    *(
+        f"site/docs/guide/{name}.md"
+        for name in (
+            "flight_recorder",
+            "generation",
+            "hugging_face",
+            "hugging_face_loop",
+            "lightning",
+            "migrate_fsdp",
+            "pipeline",
+        )
+    ),
+}
 STATE = re.compile(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \|$", re.M)
 
 
@@ -118,9 +135,10 @@ def stale(texts: Iterable[tuple[str, str]]) -> list[Claim]:
 
 
 def on_gpus(texts: Iterable[tuple[str, str]], day: str) -> list[Claim]:
-    """Sentences that say GPUs have run nothing, if a part of the day on GPUs has run."""
+    """Sentences that say GPUs have run nothing, on pages about what a day runs, if a part of it has run."""
     states = [state.strip() for state in STATE.findall(day) if set(state.strip()) != {"-"}][1:]
     if all(state == "not run" for state in states):
         return []
+    texts = ((page, text) for page, text in texts if page not in NO_PART_OF_A_DAY)
     found = ((page, sentence) for page, text in texts for sentence in sentences(text))
     return [Claim(page, "GPU", sentence) for page, sentence in found if NO_GPU.search(sentence)]

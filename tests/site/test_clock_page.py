@@ -115,7 +115,7 @@ def test_sliders_change_the_answer_and_say_what_they_stand_on(open_page: Open) -
     assert page.locator("label:has([name=ranks]) output").inner_text() == "2"
     choose(page, stage="1")
     assert page.is_disabled("[name=bucket]")
-    assert "Nothing leaves before the arithmetic is over" in page.inner_text(".answer")
+    assert "Nothing is sent before the arithmetic is over" in page.inner_text(".answer")
     assert page.locator(".numbers tr.chosen th").inner_text() == "stage 1"
 
 
