@@ -235,7 +235,8 @@ def draw(results: dict[str, Result], folder: Path, rehearsal: bool) -> None:
             axes.plot([low, high], [y, y], color="black", marker="|")
         if chart.one:
             axes.axvline(1, color="black", linestyle=":")
-            axes.set_xlabel(f"1: {chart.one}; lines: from the lowest round to the highest")
+            told = f"1: {chart.one}; lines: from the lowest round to the highest"
+            figure.supxlabel(told, x=0.01, ha="left", fontsize="medium")
         axes.set_yticks(range(len(chart.bars)), list(chart.bars))
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
