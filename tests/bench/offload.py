@@ -30,7 +30,7 @@ import torch
 from tests.bench import interleave, offload_gpu, offload_rows, step_time
 from tests.bench.interleave import Ratio
 from tests.bench.offload_disk import DiskFound, DiskRank, Limits, peak_memory
-from tests.bench.offload_rows import BANDWIDTHS, DISK, HOST, STAGES, away, here, linked, of_links, theirs
+from tests.bench.offload_rows import DISK, HOST, STAGES, away, here, linked, of_links, theirs
 from tests.bench.step_time import SIZES, Found, Plan, Rank, leave_with_parent
 from tests.gpu.day.overlap import length, union
 from tests.worlds import Pool
@@ -209,28 +209,16 @@ def overlap_topic(plan: Plan, limit: float) -> Sections:
         share = "" if hidden is None else f"{hidden:.2f}"
         lines.append([*_line(name, row, differences.get(name)), f"{1e3 * median(copying[name]):.1f}", share])
     said = "A simulated device: copies sleep, and cost no core. No number here is a GPU's."
-    return [said, interleave.table([*HEAD, "copies, ms", "hidden"], lines)], link_ratios(found)
+    return [said, interleave.table([*HEAD, "copies, ms", "hidden"], lines)], []
 
 
 def hidden_part(found: dict[str, Found], copying: dict[str, list[float]], name: str) -> float | None:
     """Of the time of copies: what a step does not last longer than the same without a limit."""
-    base = linked(None, ", early" in name)
+    base = linked(None)
     if name == base:
         return None
     longer = interleave.middle(found[name].step) - interleave.middle(found[base].step)
     return 1 - longer / (median(copying[name]) - median(copying[base]))
-
-
-def link_ratios(found: dict[str, Found]) -> list[Ratio]:
-    """With early steps over without."""
-    return [
-        interleave.ratio(
-            f"{linked(bandwidth, True)} / without",
-            found[linked(bandwidth, True)].step,
-            found[linked(bandwidth, False)].step,
-        )
-        for bandwidth in (None, *BANDWIDTHS)
-    ]
 
 
 # All ---------------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ def traced(plan: Plan, in_ranks: Callable[..., Any], limit: float, directory: st
 
 
 def tier_ratios(found: dict[str, step_time.Found]) -> list[Ratio]:
-    """Early and delayed steps over ordinary ones, and each tier of parameters over none."""
-    pairs = [(offload_rows.EARLY, HOST), (offload_rows.DELAYED, HOST)]
-    pairs += [(offload_rows.PARAMETERS, HOST), (offload_rows.DISK_PARAMETERS, DISK)]
+    """Delayed steps over ordinary ones, and each tier of parameters over none."""
+    pairs = [(offload_rows.DELAYED, HOST), (offload_rows.PARAMETERS, HOST)]
+    pairs += [(offload_rows.DISK_PARAMETERS, DISK)]
     return [interleave.ratio(f"{one} / {other}", found[one].step, found[other].step) for one, other in pairs]
 
 

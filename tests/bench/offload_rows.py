@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from tests.bench import peers
 from tests.bench.peers import Row, Setup, Trainee
@@ -15,7 +14,7 @@ RELEASED = "FSDP2 on host"
 BANDWIDTHS = (0.5, 1.0, 2.0)  # GB/s, of a device that is not there
 STEPPED = 2  # the stage of the rows that are not about stages
 INSIDE, HOST, DISK = "beside the parameters", "on the host", "on the disk"
-HALF, EARLY, DELAYED = "half of it on the host", "on the host, early steps", "on the host, delayed steps"
+HALF, DELAYED = "half of it on the host", "on the host, delayed steps"
 PARAMETERS, DISK_PARAMETERS = "parameters on the host, too", "parameters on the disk, too"
 
 
@@ -64,7 +63,6 @@ def of_tiers(directory: str) -> dict[str, Row]:
         INSIDE: Row(peers.zero_full(STEPPED)),
         HOST: Row(peers.zero_full(STEPPED, offload={}), INSIDE),
         HALF: Row(peers.zero_full(STEPPED, offload={"ratio": 0.5}), INSIDE),
-        EARLY: Row(on_host(early=True), INSIDE),
         DELAYED: Row(peers.zero_full(STEPPED, offload={"delay_update_after": 0})),
         DISK: Row(peers.zero_full(STEPPED, offload=disk), INSIDE),
         PARAMETERS: Row(peers.zero_full(3, offload={}, offload_param=host_too), INSIDE),
@@ -72,35 +70,24 @@ def of_tiers(directory: str) -> dict[str, Row]:
     }
 
 
-def linked(bandwidth: float | None, early: bool) -> str:
+def linked(bandwidth: float | None) -> str:
     """A row whose copies cross a link."""
-    speed = "no limit" if bandwidth is None else f"{bandwidth:g} GB/s"
-    return speed + (", early steps" if early else "")
+    return "no limit" if bandwidth is None else f"{bandwidth:g} GB/s"
 
 
 def of_links() -> dict[str, Row]:
-    """Copies at each bandwidth, with and without early steps."""
-    first = linked(None, False)
-    return {
-        linked(bandwidth, early): Row(behind(bandwidth, early), first)
-        for bandwidth in (None, *BANDWIDTHS)
-        for early in (False, True)
-    }
+    """Copies at each bandwidth."""
+    first = linked(None)
+    return {linked(bandwidth): Row(behind(bandwidth), first) for bandwidth in (None, *BANDWIDTHS)}
 
 
-def behind(bandwidth: float | None, early: bool) -> Callable[[Setup], Trainee]:
+def behind(bandwidth: float | None) -> Callable[[Setup], Trainee]:
     """Ours on a device that is so far from the host. Its owner has the copies at its side."""
 
     def build(setup: Setup) -> Trainee:
         with slow_copies(None if bandwidth is None else bandwidth * 1e9) as copies:
-            trainee = on_host(early)(setup)
+            trainee = peers.zero_full(STEPPED, offload={})(setup)
         trainee.owner = (trainee.owner, copies)
         return trainee
 
     return build
-
-
-def on_host(early: bool) -> Callable[[Setup], Trainee]:
-    """Ours, stepping early or not."""
-    section: dict[str, Any] = {"super_offload": early}
-    return peers.zero_full(STEPPED, offload=section)

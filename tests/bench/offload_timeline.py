@@ -26,7 +26,6 @@ from zero_full.offload.host_device_copies import HostGradientSlice
 from zero_full.offload.nvme_state import Block, OpenNvmeTier
 from zero_full.precision import Dtypes
 from zero_full.settings import Settings
-from zero_full.shard.step.speculative import SpeculativeSteps
 from zero_full.shard.step.update import Steppers
 
 LAYERS, WIDTH = 6, 1024
@@ -103,37 +102,11 @@ def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
     return moves
 
 
-def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
-    """An early step, noted from when its gradients are there."""
-
-    def takes(
-        early: SpeculativeSteps,
-        group: Any,
-        guess: Any,
-        stepper: Any,
-        arrived: Callable[[], Tensor],
-        other: Any,
-    ) -> None:
-        began = list[float]()
-
-        def here() -> Tensor:
-            found = arrived()
-            began.append(time.monotonic())
-            return found
-
-        call(early, group, guess, stepper, here, other)
-        if guess.is_made:
-            events.seen.append(("early step", began[0], time.monotonic()))
-
-    return takes
-
-
 @contextmanager
 def watched(events: Events) -> Iterator[None]:
     """Parts of the runtime are noted."""
     noted: list[tuple[type, str, Callable[..., Any]]] = [
         (HostGradientSlice, "_square", events.note("sum of squares", HostGradientSlice._square)),
-        (SpeculativeSteps, "_take", guessed(events, SpeculativeSteps._take)),
         (Steppers, "_step_part", events.note("step", Steppers._step_part)),
         (OpenNvmeTier, "_read", events.note("read", slowed(OpenNvmeTier._read))),
         (OpenNvmeTier, "_write", events.note("write", slowed(OpenNvmeTier._write))),
@@ -169,7 +142,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiers: dict[str, Tier] = {
             "state on the host": HostTier(),
-            "the same, early steps": HostTier(step_early=True),
             "state in a file": BlockTier(path=folder, part_numel=WIDTH * WIDTH),
         }
         found = {name: recorded(tier) for name, tier in tiers.items()}

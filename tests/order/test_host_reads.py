@@ -126,7 +126,6 @@ TIERS: dict[str, dict[str, Any]] = {
     "none": {},
     "host": {"offload_optimizer": HOST},
     "half": {"offload_optimizer": {**HOST, "ratio": 0.5}},
-    "super_offload": {"offload_optimizer": {**HOST, "super_offload": True}},
     "NVMe": {"offload_optimizer": {"device": "nvme"}},
     "parameters": {"offload_optimizer": HOST, "offload_param": HOST},
     "parameters on NVMe": {"offload_param": {"device": "nvme", "max_in_cpu": 0}},

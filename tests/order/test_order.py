@@ -23,9 +23,8 @@ from tests.order.runs import Case, one_step, recorded
 from tests.order.trace import ALLOCATOR
 
 FP16, CLIPPED = {"fp16": {"enabled": True, "initial_scale_power": 30}}, {"gradient_clipping": 0.1}
-IN_PART, EARLY, DELAYED = (
-    {"offload_optimizer": {"device": "cpu", **how}}
-    for how in ({"ratio": 0.5}, {"super_offload": True}, {"delay_update_after": 1})
+IN_PART, DELAYED = (
+    {"offload_optimizer": {"device": "cpu", **how}} for how in ({"ratio": 0.5}, {"delay_update_after": 1})
 )
 ALL_IN_FILES = {**PARAMS_IN_FILE, **STATE_IN_FILE}
 FEW_BUFFERS = {"offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_count": 1, "buffer_size": 4096}}
@@ -66,7 +65,7 @@ FEW = [
     *(Case(stage, keys=MUON | CLIPPED, depth=8) for stage in (2, 3)),
     Case(1, keys=MUON | BF16, zero=HOST, depth=8),
     Case(2, keys=TWO | CLIPPED, zero=IN_PART),
-    *(Case(2, keys=BF16, zero=zero, steps=3) for zero in (EARLY, DELAYED)),
+    Case(2, keys=BF16, zero=DELAYED, steps=3),
     Case(2, keys=BF16, zero=HOST | MICS, ranks=4),
     Case(3, keys=BF16, zero=STATE_IN_FILE, steps=3),
     *(Case(3, keys=BF16, zero=zero, drive=loading) for zero in (PARAMS_ON_HOST, ALL_IN_FILES)),
@@ -85,7 +84,7 @@ ALL = [
         ({}, 2),
         ({"contiguous_gradients": False}, 3),
         ({"reduce_scatter": False}, 2),
-        *([(MICS, 4), (HOST, 2), (IN_PART, 2), (EARLY, 2), (STATE_IN_FILE, 2)] if stage else []),
+        *([(MICS, 4), (HOST, 2), (IN_PART, 2), (STATE_IN_FILE, 2)] if stage else []),
         *([(HPZ, 4), (QUANTIZED, 4), (KEPT, 2), (ALONE, 2)] if stage == 3 else []),
         *([(PARAMS_ALONE, 2), (PARAMS_ON_HOST, 2), (ALL_IN_FILES, 2)] if stage == 3 else []),
     ]

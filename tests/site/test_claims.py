@@ -20,7 +20,7 @@ def test_there_are_claims_to_compare() -> None:
     ("says", "wrong"),
     [
         ("A feature that is not there (NVMe,\nsequence parallelism) is an error.", ["NVMe"]),
-        ("* `super_offload` has no effect.", ["super_offload"]),
+        ("* `mics_shard_size` has no effect.", ["mics_shard_size"]),
         ("| what | state |\n|---|---|\n| MiCS | not supported |", ["MiCS"]),
         ("Not here: ZenFlow, and hpZ.", ["hpZ"]),
         ("It works. `keep_last` is refused.", ["keep_last"]),

@@ -166,9 +166,9 @@ def test_the_norm_may_be_asked_while_a_loop_listens_to_signals(tmp_path: Path) -
     engine.destroy()
 
 
-def test_steps_that_begin_during_backward_are_clipped_as_the_loop_says() -> None:
+def test_steps_on_the_host_are_clipped_as_the_loop_says() -> None:
     sums = []
-    for section in ({}, {"offload_optimizer": {"device": "cpu", "super_offload": True}}):
+    for section in ({}, {"offload_optimizer": {"device": "cpu"}}):
         with slow_copies(1e7) if section else nullcontext():
             engine, optimizer, _, _ = zero_full.initialize(
                 model=Net(), config=config(2, zero_optimization=section)
@@ -179,9 +179,6 @@ def test_steps_that_begin_during_backward_are_clipped_as_the_loop_says() -> None
                 engine.step()
                 clipped = engine.metrics()["clipped_norm"]
                 assert (clipped == pytest.approx(0.02, rel=1e-3)) if step % 2 else (clipped is None)
-            early = optimizer.steppers.early  # type: ignore[union-attr]
-            assert early is None or (early.right and early.wrong)
-            assert (early is not None) == bool(section)
             sums.append(float(sum(v.double().sum() for v in engine.module_state_dict().values())))
             engine.destroy()
     assert sums[0] == pytest.approx(sums[1], rel=1e-6)

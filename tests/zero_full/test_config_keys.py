@@ -139,7 +139,8 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "stage3_gather_fp16_weights_on_model_save": true,
   "offload_optimizer.buffer_count": 5,
   "offload_optimizer.pipeline_read": true, "offload_optimizer.pipeline_write": true,
-  "offload_optimizer.fast_init": true, "offload_optimizer.cpuadam_cores_perc": 0.5
+  "offload_optimizer.fast_init": true, "offload_optimizer.super_offload": true,
+  "offload_optimizer.cpuadam_cores_perc": 0.5
 }""",
 )
 MISSING: dict[str, Any] = in_full(  # set to this, a key is an error

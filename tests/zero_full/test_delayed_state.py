@@ -281,7 +281,6 @@ def test_a_failure_is_told_to_all_ranks() -> None:
     [
         ({"device": "none"}, "no update to delay"),
         ({"device": "nvme", "nvme_path": "/x"}, "only during a step"),
-        ({"device": "cpu", "super_offload": True}, "remove one of them"),
         ({"device": "cpu", "ratio": 0.5}, "use ratio 1"),
         ({"device": "cpu", "delay_update_after": -1}, "expected a whole number of at least 0"),
     ],
@@ -306,7 +305,6 @@ def test_what_a_config_is_told(section: dict[str, Any], message: str) -> None:
 
 def test_what_a_tier_is_told() -> None:
     for more, message in [
-        ({"step_early": True}, "step_early"),
         ({"ratio": 0.5}, "ratio"),
         ({"delay_after": -1}, "a number of updates"),
     ]:

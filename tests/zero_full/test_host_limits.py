@@ -129,7 +129,6 @@ def test_ranks_refuse_together_and_go_on_afterwards() -> None:
 
 PLACES: dict[str, dict[str, Any]] = {  # by what waits where
     "state on the host": {"offload_optimizer": {"device": "cpu"}},
-    "steps on a guess": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
     "updates that are late": {"offload_optimizer": {"device": "cpu", "delay_update_after": 0}},
     "parameters on the host": {"offload_param": {"device": "cpu", "pin_memory": False}},
     "parameters in a file": {"offload_param": {**NVME, "max_in_cpu": 0}},
@@ -180,9 +179,7 @@ def seen(comm: Any, place: str, keys: dict[str, Any]) -> tuple[Any, int, int, in
             engine.backward(engine(data(step, 0, comm.rank, dtype)))
             engine.step()
         optimizer.finish_update()
-        early = optimizer.steppers.early
-        apart = [] if early is None else early.held()
-        host = [*optimizer.holdings().get("host", []), *apart]
+        host = optimizer.holdings().get("host", [])
         engine.destroy()
     return foreseen[0], most, in_file, held(host)
 
@@ -203,7 +200,7 @@ def test_what_is_compared_is_what_a_run_takes(place: str, precision: str) -> Non
         assert memory.parameters_in_file == parameters and memory.knows_state
         if not in_files:
             assert memory.total >= host > 0
-        if place in ("state on the host", "steps on a guess"):
+        if place == "state on the host":
             assert memory.total == host
 
 

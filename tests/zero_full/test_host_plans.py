@@ -1,4 +1,4 @@
-"""What plans say of memory on the host: what is copied, what is page-locked, and room for early steps."""
+"""What plans say of memory on the host: what is copied and what is page-locked."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,6 @@ def test_a_plan_tells_what_is_page_locked_and_copied() -> None:
 PINNED: dict[str, dict[str, Any]] = {
     "state": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     "half of it": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}},
-    "early steps": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "super_offload": True}},
     "late updates": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "delay_update_after": 1}},
     "state in a file": {"offload_optimizer": {"device": "nvme", "pin_memory": True}},
     "parameters": {"offload_param": {"device": "cpu", "pin_memory": True}},
@@ -90,17 +89,17 @@ STEPS = 4
 
 
 def model_of(place: str) -> nn.Module:
-    """All slices of the second one are stepped early, or late."""
-    return Net() if place in ("early steps", "late updates") else Odd()
+    """All updates of the second one are late."""
+    return Net() if place == "late updates" else Odd()
 
 
 def locked(
     comm: Any, place: str, given: dict[str, Any]
-) -> tuple[int, int, int, list[str], dict[int, list[int]], int]:
+) -> tuple[int, int, int, list[str], dict[int, list[int]]]:
     """A run with page-locked memory.
 
     Page-locked bytes in it, after destroy, and what is left of that when nobody has the slices; copies to and
-    from other memory of the host; rooms of the arena that were never taken; steps that were taken early.
+    from other memory of the host; rooms of the arena that were never taken.
     """
     cuda, param_store, locks = Cuda(), HostTier.param_store, HostTier.locks
     copy, pageable = SlowCopier.copy, list[str]()
@@ -135,12 +134,11 @@ def locked(
             engine.step()
         found = sum(cuda.registered.values())
         assert not any(beside)
-        tier, early = optimizer.settings.tier, optimizer.steppers.early
+        tier = optimizer.settings.tier
         arena = getattr(getattr(tier, "host", tier), "arena", Arena([]))
         idle = {size: rooms for size, rooms in arena.free.items() if rooms}
         engine.destroy()
-    right = 0 if early is None else early.right
-    return found, sum(cuda.registered.values()), len(cuda.registered), pageable, idle, right
+    return found, sum(cuda.registered.values()), len(cuda.registered), pageable, idle
 
 
 @pytest.mark.rotates
@@ -156,24 +154,7 @@ def test_as_much_is_page_locked_as_was_planned_and_all_copies_are_of_that(
     given = config(3, zero_optimization=zero, **(BF16 if precision == "bf16" else {}))
     planned = plan(model_of(place), given, 2).pinned
     assert (planned > 0) is (place != "neither")
-    for found, after, left_over, pageable, idle, right in POOL.run(locked, 2, place, given):
+    for found, after, left_over, pageable, idle in POOL.run(locked, 2, place, given):
         assert (found, after, left_over) == (planned, 0, 0)
         assert not idle, "memory that is page-locked and that nobody uses"
         assert not pageable or place == "neither"
-        assert (right > 0) is (place == "early steps")
-
-
-def test_a_plan_has_room_for_steps_on_a_guess() -> None:
-    """Masters, moments and copies of parameters a second time."""
-    zero = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
-    for stage in (1, 2, 3):
-        early, late = (
-            plan(Odd(), config(stage, zero_optimization=each, **BF16), 2).host for each in (zero, HOST)
-        )
-        beside = plan(Odd(), config(stage, **BF16), 2)
-        held = beside.master * 3 // 2 + beside.moments
-        assert early - late == held
-        on_cpu = [
-            plan(Odd(), config(stage, zero_optimization=each), 2, device="cpu") for each in (zero, HOST)
-        ]
-        assert on_cpu[0] == on_cpu[1]

@@ -2,13 +2,11 @@
 
 import os
 import tempfile
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -21,14 +19,12 @@ from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full import assemble
-from zero_full.comm.lane import InlineLane
 from zero_full.formatting import human
 from zero_full.offload import BlockTier
 from zero_full.offload.nvme_state import OpenNvmeTier
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
-    "host, early steps": {"device": "cpu", "super_offload": True},
     "disk": {"device": "nvme"},
 }
 STAGES = [1, 2]
@@ -88,50 +84,23 @@ def options(engine: Any, rank: int) -> Tensor:
     return torch.empty(0)
 
 
-def for_a_moment(engine: Any, rank: int) -> Tensor:
-    """Options are others while a step may be under way, and then what they were."""
-    group, early, gate = engine.optimizer.param_groups[0], engine.optimizer.steppers.early, Event()
-    lane = early.lane if early is not None else InlineLane()  # on which nothing is put
-    submit = lane.submit
-
-    def wait_and(job: Callable[[], None]) -> None:
-        gate.wait(5)
-        job()
-
-    with mock.patch.object(lane, "submit", lambda job, *given: submit(partial(wait_and, job), *given)):
-        for step in range(4):
-            gate.clear()
-            engine.backward(engine(data(step, 0, rank)))
-            before, group["lr"] = group["lr"], 5.0
-            gate.set()
-            for guess in early.guesses.values() if early is not None else ():
-                guess.pending.wait()
-            group["lr"] = before
-            engine.step()
-    return torch.empty(0)
-
-
 def values_of(engine: Any) -> list[Tensor]:
     state = engine.optimizer.state_dict()["tensors"]
     return [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
 
 
-def end(
-    comm: Any, act: Callable[[Any, int], Tensor], stage: int, place: str, path: str
-) -> tuple[list[Tensor], int]:
-    """All values after it, and how many steps were taken early."""
+def end(comm: Any, act: Callable[[Any, int], Tensor], stage: int, place: str, path: str) -> list[Tensor]:
+    """All values after it."""
     with nullcontext() if place == "disk" else slow_copies(1e7):
         engine = engine_of(stage, place, path)
         seen = act(engine, comm.rank)
         values = [seen, *values_of(engine)]
-        early = engine.optimizer.steppers.early
-        right = early.right if early is not None else 0
         engine.destroy()
-    return values, right
+    return values
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("act", [kept_rows, counters, options, for_a_moment])
+@pytest.mark.parametrize("act", [kept_rows, counters, options])
 def test_what_is_done_by_hand_counts_wherever_state_is(
     act: Callable[[Any, int], Tensor], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -140,8 +109,7 @@ def test_what_is_done_by_hand_counts_wherever_state_is(
     found = dict(zip(cases, run_each(end, 2, cases), strict=True))
     for case, ranks in found.items():
         _, stage, place, _ = case
-        for (values, right), (wanted, _) in zip(ranks, found[act, stage, "host", path], strict=True):
-            assert (right > 0) is ("early" in place)
+        for values, wanted in zip(ranks, found[act, stage, "host", path], strict=True):
             for number, (one, other) in enumerate(zip(values, wanted, strict=True)):
                 assert torch.equal(one, other), f"stage {stage}, {place}: value {number} differs"
 
@@ -202,13 +170,6 @@ def test_destroy_lets_go_of_the_state_though_the_engine_is_held(tmp_path: Path) 
     assert mapped()
     engine.destroy()
     assert not mapped()
-    with slow_copies():
-        early = engine_of(1, "host, early steps", "")
-        go(early, 0, 1, 2)
-        memory = [weakref.ref(each) for each in early.optimizer.steppers.early.held()]
-        assert memory
-        early.destroy()
-        assert not any(each() is not None for each in memory)
 
 
 # Room on the disk ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.zero_full.runs import Net, assert_same, config, data
 from zero_full.config import resolve
 from zero_full.errors import ConfigError
 from zero_full.optim import build_optimizer
+from zero_full.start.from_config import settings_of
 
 KEYS: dict[str, dict[str, Any]] = {
     "fp32": {"gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
@@ -168,7 +169,6 @@ def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str
         ({"device": "nvme"}, "nvme_path: required"),
         ({"device": "cpu", "ratio": 1.5}, "ratio: got 1.5, expected a number from .* to 1, or 0"),
         ({"device": "nvme", "nvme_path": "/x", "ratio": 0.5}, "ratio: NVMe offload"),
-        ({"device": "nvme", "nvme_path": "/x", "super_offload": True}, "two copies"),
     ],
     ids=str,
 )
@@ -204,12 +204,12 @@ def test_old_names_are_read_as_the_section_that_has_come_after_them(
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_what_has_no_effect_without_a_device_or_a_file_is_said_to_have_none(device: str) -> None:
-    keys: dict[str, Any] = {"none": {"ratio": 0.5, "super_offload": True}, "nvme": {"nvme_path": "/x"}}
+    keys: dict[str, Any] = {"none": {"ratio": 0.5}, "nvme": {"nvme_path": "/x"}}
     section = {"device": device, **keys.get(device, {})}
     aio = {"block_size": 4096, "intra_op_parallelism": 2}
     warnings = resolve(config(2, zero_optimization={"offload_optimizer": section}, aio=aio), 1).warnings
-    idle = ["offload_optimizer.ratio = 0.5", "offload_optimizer.super_offload = true"]
-    idle = [*(idle if device == "none" else []), "aio.block_size = 4096", "aio.intra_op_parallelism = 2"]
+    idle = ["offload_optimizer.ratio = 0.5"] if device == "none" else []
+    idle += ["aio.block_size = 4096", "aio.intra_op_parallelism = 2"]
     wanted = [] if device == "nvme" else [f"{each} has no effect" for each in idle]
     assert len(warnings) == len(wanted)
     assert all(text in line for text, line in zip(wanted, warnings, strict=True))
@@ -221,6 +221,19 @@ def test_what_has_no_effect_is_said_to_be_idle() -> None:
     warnings = resolve(told, 1).warnings
     for key in ("offload_optimizer.buffer_count", "fast_init", "nvme_path", "aio.queue_depth"):
         assert any(key in line for line in warnings), key
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_super_offload_is_accepted_everywhere_and_changes_no_tier(device: str) -> None:
+    path = {"nvme_path": "/x"} if device == "nvme" else {}
+    section: dict[str, Any] = {"device": device, **path}
+    plain, asked = (
+        resolve(config(3, zero_optimization={"offload_optimizer": each}), 2)
+        for each in (section, {**section, "super_offload": True})
+    )
+    assert settings_of(plain.config).tier == settings_of(asked.config).tier and plain.warnings == ()
+    (warning,) = asked.warnings
+    assert "offload_optimizer.super_offload = true has no effect: the host steps after backward" in warning
 
 
 def test_a_model_without_a_trained_parameter_has_nothing_on_the_host() -> None:

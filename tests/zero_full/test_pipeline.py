@@ -17,7 +17,6 @@ STEPS = 4
 # The whole model adds up a tied weight's gradients in 16 bits, the pipeline in 32.
 ROUNDED = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
-EARLY = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
 IN_FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": gettempdir()}}
 
 ONE_DATA_RANK = [
@@ -46,14 +45,12 @@ LONG = {
         Case(2, optimizer="SGD", params={"momentum": 0.9}),
         Case(2, zero=0, optimizer="OneBitAdam", params={"freeze_step": 2}, tied=False),
         Case(2, optimizer="ZeroOneAdam", tied=False),
-        Case(2, more=EARLY, precision="bf16", copies=True),
         Case(2, more=OFFLOADED, precision="fp16", spoilt=1, copies=True),
         Case(2, more=IN_FILES, precision="bf16"),
         Case(2, more={"overlap_comm": True, "reduce_bucket_size": 70}),
     ],
     4: [
         Case(2, more=OFFLOADED, precision="fp16", spoilt=1, copies=True),
-        Case(2, more=EARLY, precision="fp16", spoilt=1, copies=True),
         Case(2, more={"overlap_comm": True, "reduce_bucket_size": 70, "round_robin_gradients": True}),
         Case(2, optimizer="Muon", params={"momentum": 0.9}),
         Case(2, "interleaved_zero_bubble", per_rank=4, precision="fp16", spoilt=0),

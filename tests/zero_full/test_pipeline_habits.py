@@ -236,12 +236,12 @@ def test_a_stage_averages_while_earlier_stages_still_compute() -> None:
     assert all(average < first for _, average in ranks[2:]), ranks
 
 
-# Updates that begin early ---------------------------------------------------------------------------
+# Gradients on the host -------------------------------------------------------------------------------
 
 
-def early_and_failed(comm: Any) -> bool:
-    """Whether a failed batch leaves nothing of updates on the host, which begin once averages are there."""
-    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+def offloaded_and_failed(comm: Any) -> bool:
+    """Whether a failed batch leaves nothing of the averages that were copied to the host."""
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     engines = []
     for _ in range(2):
         module = PipelineModule(
@@ -284,8 +284,8 @@ def early_and_failed(comm: Any) -> bool:
 
 def with_slow_copies(comm: Any) -> bool:
     with slow_copies(1e8):
-        return early_and_failed(comm)
+        return offloaded_and_failed(comm)
 
 
-def test_a_failed_batch_takes_back_updates_that_have_begun_early() -> None:
+def test_a_failed_batch_leaves_no_gradients_on_the_host() -> None:
     assert POOL.run(with_slow_copies, 4) == [True] * 4

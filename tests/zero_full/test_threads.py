@@ -98,13 +98,11 @@ def test_a_device_that_the_process_has_not_used_stays_unused(monkeypatch: pytest
 
 
 ZERO: dict[str, dict[str, Any]] = {
-    "early": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
     "delayed": {"offload_optimizer": {"device": "cpu", "delay_update_after": 1}},
     "in files": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
     "collectives": {"overlap_comm": True},
 }
 THREADS = {
-    "early": {"gradients-down", "gradients-on-host", "parameters-up", "early-steps"},
     "delayed": {"gradients-down", "gradients-on-host", "parameters-up", "delayed-update"},
     "in files": {"gradients-down", "gradients-on-host", "parameters-up", "blocks"},
     "collectives": {"collectives"},

@@ -96,12 +96,6 @@ def offload_conflicts(config: Config) -> Iterator[Rule]:
                 'required by the device "nvme"',
                 'set it to a directory on a fast local disk, or use the device "cpu"',
             )
-    if state is not None and state.super_offload and state.device == "nvme":
-        yield Rule(
-            f"{STATE}.super_offload",
-            "speculative steps need two copies of the state in memory",
-            'use the device "cpu", or remove it',
-        )
     if state is not None and state.device == "nvme" and state.ratio != 1:
         yield Rule(
             f"{STATE}.ratio",
@@ -128,16 +122,14 @@ def delay_conflicts(config: Config) -> Iterator[Rule]:
     """Yield conflicts of delayed updates."""
     state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     if state is not None and state.delay_update_after is not None:
-        key, device, other = f"{STATE}.delay_update_after", f"{STATE}.device", "remove one of them"
+        key, device = f"{STATE}.delay_update_after", f"{STATE}.device"
         instead = 'use the device "cpu", or remove it'
         if state.device == "none":
             yield Rule(key, "without offload there is no update to delay", instead, (device,))
         if state.device == "nvme":
             yield Rule(key, "NVMe offload keeps state in memory only during a step", instead, (device,))
-        if state.super_offload:
-            yield Rule(key, "super_offload updates during backward, this key after it", other)
         if parameters is not None and parameters.device != "none":
-            yield Rule(key, "offload_param updates parameters within the step", other)
+            yield Rule(key, "offload_param updates parameters within the step", "remove one of them")
         if state.ratio != 1:
             yield Rule(
                 key,
@@ -188,9 +180,8 @@ def ineffective_keys(config: Config) -> Iterator[Rule]:
         yield Rule("gradient_predivide_factor", why, "")
     state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     if state is not None and state.device == "none":
-        for key in ("ratio", "super_offload"):
-            why = 'the device is "none": nothing is offloaded'
-            yield Rule(f"{STATE}.{key}", why, "", (f"{STATE}.device",))
+        why = 'the device is "none": nothing is offloaded'
+        yield Rule(f"{STATE}.ratio", why, "", (f"{STATE}.device",))
     if not (state is not None and state.device == "nvme") and not (
         parameters is not None and parameters.device == "nvme"
     ):

@@ -47,6 +47,7 @@ ONE_NUMBER = idle(
 )
 OLD_OFFLOAD_PARAM = missing("deprecated", 'write "offload_param": {"device": "cpu"}', when=is_on)
 BLOCKS = idle("each thread transfers one block at a time: see intra_op_parallelism and block_size")
+EARLY_STEPS = idle("the host steps after backward, because beginning earlier did not make a step shorter")
 OVERLAPPED = idle("reads, steps and writes always overlap, with two parts of the state in memory")
 TP_SIZES = ("autotp_size", "tp_size", "tp.tp_size")
 AUTO_TP = missing("automatic tensor parallelism is not implemented", "use 1", *TP_SIZES, when=more_than_one)
@@ -185,7 +186,7 @@ class OffloadOptimizerConfig(Strict):
     pipeline_write: Annotated[Flag, OVERLAPPED] = False
     fast_init: Annotated[Flag, idle("state is created in the first step")] = False
     ratio: Share = 1.0
-    super_offload: Flag = False
+    super_offload: Annotated[Flag, EARLY_STEPS] = False
     delay_update_after: Size | None = None
     cpuadam_cores_perc: Annotated[Amount, ONE_NUMBER] = 0.8
 

@@ -219,7 +219,6 @@ class HostGradientSlice:
         self.copied: Pending = Done()  # the last copy, after which the device's slice is free
         self.pending: Pending = Done()  # the last job on the host, after which values are complete
         self.squares, self.squared_version = 0.0, -1  # the version of `memory` that was summed
-        self.on_last: Callable[[], None] = lambda: None  # called when a step's last copy is queued
 
     @cached_property
     def memory(self) -> Tensor:
@@ -240,8 +239,6 @@ class HostGradientSlice:
         self.pending = copy_threads.on_host.submit(take, [], [])
         if stage is not None:
             stage.free = self.pending
-        if last:
-            self.on_last()
 
     def _take(self, before: Pending, copied: Pending, staged: Tensor | None, adds: bool, sums: bool) -> None:
         before.wait()

@@ -76,8 +76,6 @@ class BlockTier(HostTier):
             raise ValueError(f"ratio must be 1 for BlockTier, which offloads all state, not {self.ratio!r}")
         if not str(self.path):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path).")
-        if self.step_early:
-            raise ValueError("BlockTier cannot step early: that needs the state in memory twice.")
         if self.delay_after is not None:
             raise ValueError("BlockTier cannot delay updates: its state is in memory during a step only.")
         if self.part_numel < 1:

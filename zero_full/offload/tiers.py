@@ -40,8 +40,6 @@ class Tier(Storage, ABC):
     kind = "optimizer"  # the name of its bytes in reports
     ratio: float = 1.0  # see [Note: part of the state]
     part_numel: int | None = None  # elements that are stepped at a time; None: all
-    step_early = False  # whether slices are stepped speculatively during backward: [Note: early steps]
-    early_bytes: int | None = None  # host memory for that; None: twice that of the slices
     delay_after: int | None = None  # updates before the first delayed one; None: never delay
     moves = False  # whether state is read and written in every step, and may be `lost`
     copied_numel = 2**24  # elements of offloaded parameters that a step has copies of at a time
@@ -101,8 +99,6 @@ class HostTier(Tier):
 
     pin_memory: bool = False  # page-locked memory, which CUDA copies faster
     ratio: float = 1.0
-    step_early: bool = False
-    early_bytes: int | None = None
     delay_after: int | None = None
     is_offloaded = True
     kind = "host"
@@ -115,11 +111,10 @@ class HostTier(Tier):
             return
         if self.delay_after < 0:
             raise ValueError(f"delay_after must be a number of updates, or None, not {self.delay_after!r}")
-        if self.step_early or self.ratio != 1:
-            reason = (
-                "step_early hides the same time" if self.step_early else "ratio leaves state on the device"
+        if self.ratio != 1:
+            raise ValueError(
+                "delay_after delays whole updates, but ratio leaves state on the device. Use one of the two."
             )
-            raise ValueError(f"delay_after delays whole updates, but {reason}. Use one of the two.")
 
     def locks(self, device: torch.device) -> bool:
         """Return whether memory is page-locked for parameters on this device."""

@@ -40,8 +40,8 @@ class FakeHostTier(HostTier):
     tracker: MemoryTracker = field(kw_only=True)
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
-        """Return the tier without options that step at another time than `step`."""
-        return replace(self, step_early=False, early_bytes=None, delay_after=None)
+        """Return the tier without delayed updates, which step at another time than `step`."""
+        return replace(self, delay_after=None)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make a tensor without memory."""

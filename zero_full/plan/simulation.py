@@ -183,7 +183,6 @@ class Simulation:
         self.pinned = self.gradient_copies = (
             0  # bytes of host memory: page-locked, and gradients of a delayed update
         )
-        self.early = sum(memory.early_rooms) + memory.early
         if isinstance(tier, HostTier) and tier.locks(self.planned):
             self.pinned = Places(memory.arena).size
         if tier.delay_after is not None:
@@ -282,7 +281,7 @@ class Simulation:
         if isinstance(tier, FakeBlockTier):
             host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
         else:
-            host += excess + self.early + self.gradient_copies
+            host += excess + self.gradient_copies
         param_store = self.param_store if isinstance(self.param_store, FakeFileParamStore) else None
         return {
             "host": host + (param_store.buffers if param_store else 0),

@@ -91,7 +91,6 @@ def _unsupported(settings: Settings) -> Mapping[str, bool]:
         "zero_hpz_partition_size": gathering.node_ranks > 1,
         "zero_quantized_weights": gathering.quantized_weights,
         "zero_quantized_gradients": gathering.quantized_gradients,
-        "offload_optimizer.super_offload": settings.tier.step_early,
         "offload_optimizer.delay_update_after": settings.tier.delay_after is not None,
     }
 

@@ -85,8 +85,7 @@ def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
     if offload is None or offload.device == "none" or zero.stage == 0:
         return DeviceTier()
     if offload.device == "cpu" or offload.nvme_path is None:
-        early, delay = offload.super_offload, offload.delay_update_after
-        return HostTier(offload.pin_memory, offload.ratio, step_early=early, delay_after=delay)
+        return HostTier(offload.pin_memory, offload.ratio, delay_after=offload.delay_update_after)
     return _blocks(offload, offload.nvme_path, aio)
 
 

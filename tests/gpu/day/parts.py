@@ -144,7 +144,7 @@ ALL = (
     Part(
         "tiers",
         "Offload on every tier",
-        "State and parameters on the host and on a disk, early and delayed steps: every run ends where plain "
+        "State and parameters on the host and on a disk, delayed steps: every run ends where plain "
         "AdamW on a CPU ends, and a step reads one value from the device, also with LAMB.",
         0.3,
         RANKS,
@@ -155,7 +155,7 @@ ALL = (
     Part(
         "offload",
         "Step time with offload",
-        "Copies are hidden beside other work; early and delayed steps make a step shorter; on a disk at most "
+        "Copies are hidden beside other work; delayed steps make a step shorter; on a disk at most "
         "1.25 of the longer of computing and moving.",
         1.7,
         OFFLOAD,

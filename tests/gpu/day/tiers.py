@@ -29,7 +29,6 @@ def sections(folder: str) -> dict[str, tuple[int, dict[str, Any]]]:
     return {
         "state on the host": (2, {"offload_optimizer": ON_HOST}),
         "half of the state on the host": (2, {"offload_optimizer": {**ON_HOST, "ratio": 0.5}}),
-        "state on the host, early steps": (2, {"offload_optimizer": {**ON_HOST, "super_offload": True}}),
         DELAYED: (2, {"offload_optimizer": {**ON_HOST, "delay_update_after": AFTER}}),
         "state on the disk": (2, {"offload_optimizer": on_disk}),
         "parameters on the host": (3, {"offload_param": ON_HOST}),

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier
 from zero_full.offload.spill_file import whole_pages
-from zero_full.optim.fused_adam import MASTERS, is_plain_adam
 from zero_full.optim.state_size import can_step_in_parts, state_bytes
 from zero_full.shard.deal.dealer import Dealer, Draft, Drafts
 
@@ -21,8 +20,6 @@ class HostMemory:
     rooms: tuple[int, ...]  # bytes of each room in the tier: masters
     state: int  # bytes of optimizer state, as far as its size is known
     passing: tuple[int, ...]  # bytes of each room for gradients and parameters copied from and to a device
-    early_rooms: tuple[int, ...]  # bytes of each room for masters and parameters of speculative steps
-    early: int  # bytes of optimizer state of speculative steps
     parameters: int  # bytes of parameter slices
     buffers: int  # bytes of buffers for reading and writing files
     knows_state: bool  # the size of the optimizer's state is known
@@ -32,12 +29,12 @@ class HostMemory:
     @property
     def arena(self) -> list[int]:
         """The bytes of each region of the tier's arena."""
-        return [*self.rooms, *self.passing, *self.early_rooms]
+        return [*self.rooms, *self.passing]
 
     @property
     def total(self) -> int:
         """The sum of the bytes in memory."""
-        return sum(self.arena) + self.state + self.early + self.parameters + self.buffers
+        return sum(self.arena) + self.state + self.parameters + self.buffers
 
 
 def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> HostMemory:
@@ -47,7 +44,6 @@ def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.d
     passing = [size for draft in away for size in sizes.passing(draft) if device.type != "cpu"]
     passing += [sizes.gradient_copies(draft) for draft in away if tier.delay_after is not None]
     parameters, parameters_in_file, parameter_buffers = sizes.released(drafts)
-    early_rooms, early = sizes.early(away)
     rooms, states = list(map(sizes.master, away)), list(map(sizes.state, away))
     in_file = isinstance(tier, BlockTier)
     blocks = [whole_pages(room + state) for room, state in zip(rooms, states, strict=True)]
@@ -55,8 +51,6 @@ def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.d
         () if in_file else tuple(rooms),
         0 if in_file else sum(states),
         tuple(passing),
-        early_rooms,
-        early,
         parameters,
         parameter_buffers + (sizes.buffers(away, blocks) if in_file else 0),
         sizes.knows_state,
@@ -121,23 +115,6 @@ class Sizes:
         on_cpu = self.device.type == "cpu"
         kept = self.dtypes.master_of(own) if on_cpu else self.dtypes.accumulate_of(own)
         return draft.layout.shard * kept.itemsize
-
-    def early(self, away: Sequence[Draft]) -> tuple[tuple[int, ...], int]:
-        """Return the bytes of the second memory of speculative steps. See [Note: early steps].
-
-        These are the bytes of each room, of masters and of copies of parameters, and of all optimizer state.
-        """
-        tier, rooms, taken, state = self.settings.tier, list[int](), 0, 0
-        if not tier.step_early or self.device.type == "cpu" or not is_plain_adam(self.base):
-            return (), 0
-        for draft in away:
-            if self.dtypes.master_of(self._own(draft)) not in MASTERS:
-                continue
-            sent = [size for size in (self.master(draft), self._copy(draft)) if size]
-            size = sum(sent) + self.state(draft)
-            if tier.early_bytes is None or 2 * (taken + size) <= tier.early_bytes:
-                rooms, taken, state = rooms + sent, taken + size, state + self.state(draft)
-        return tuple(rooms), state
 
     def released(self, drafts: Drafts) -> tuple[int, int, int]:
         """Return the bytes of parameter slices in host memory, in a file, and of buffers for the file."""

@@ -247,7 +247,7 @@ class Master:
     def show(self, source: Tensor) -> Tensor:
         """Return the master or its state as a flat view for user code, which may keep it and write to it."""
         row = source.detach().reshape(-1)
-        if self.tier.is_offloaded:  # such tiers replace the memory in a step: see `show_again`
+        if self.tier.moves:  # such a tier replaces the memory in a step: see `show_again`
             self.shown = [(kept, of) for kept, of in self.shown if kept() is not None]
             self.shown.append((ref(row), source))
         return row

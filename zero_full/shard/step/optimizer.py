@@ -15,7 +15,6 @@ It takes the place of the optimizer that it wraps: same `param_groups` (so LR sc
 Options change the step at these points. A run without an option executes none of its code.
 
     delayed updates      completed before `collect`, and begun in place of `update`   `delayed_update.py`
-    speculative steps    committed in `update`                                        `speculative.py`
     offloaded state      waits for its copies in `collect` and `publish`              `copy_waits.py`
 """
 
@@ -190,8 +189,6 @@ class ZeroOptimizer(OptimizerProxy):
         )
         self.gradients = self.reducer.state
         self._note_awake()
-        if settings.tier.step_early:
-            self.steppers.step_early(self.trained, partial(self.gradients.factor, None, 0.0))
         self.delayed: DelayedUpdates | None = None
         if settings.tier.delay_after is not None and device.type != "meta":
             self.delayed = DelayedUpdates(base, self.own_state, groups, settings.tier.delay_after)
@@ -575,8 +572,6 @@ class ZeroOptimizer(OptimizerProxy):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        if self.steppers.early is not None:
-            self.steppers.early.drop()
         self.accumulation.forget_losses()
         for group in self.trained:
             gradients = group.gradients
@@ -848,8 +843,6 @@ class ZeroOptimizer(OptimizerProxy):
         if self.gatherer is not None:
             self.gatherer.lane.close()
         self.lane.close()
-        if self.steppers.early is not None:
-            self.steppers.early.close()
         if self.delayed is not None:
             self.delayed.close()
         if self.parts.copy_threads is not None:
@@ -886,8 +879,6 @@ class ZeroOptimizer(OptimizerProxy):
         copy_threads, stepper = self.parts.copy_threads, self.contents.stepper
         beside = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
         away = [*self.settings.tier.held()]
-        if self.steppers.early is not None:
-            away += self.steppers.early.held()
         if self.delayed is not None:
             away += self.delayed.gradient_copies.values()
         if copy_threads is not None:

@@ -1,9 +1,7 @@
 """The update of a step: choose the stepper of this rank's pieces, and step them part by part."""
 
-import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import closing
-from functools import partial
 from math import inf
 
 from torch import Tensor
@@ -20,11 +18,7 @@ from zero_full.settings import Settings
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
-from zero_full.shard.step.speculative import SpeculativeSteps
 from zero_full.shard.step.wrapped_optimizer import Base
-
-log = logging.getLogger("zero_full")
-NO_EARLY_STEPS = "offload_optimizer.super_offload (HostTier.step_early) has no effect: %s"
 
 
 class Steppers:
@@ -42,7 +36,6 @@ class Steppers:
         self.reads_ahead = type(tier).load_parts is not Tier.load_parts or any(
             group.parameters.slice.is_offloaded for group in trained
         )
-        self.early: SpeculativeSteps | None = None  # speculative steps, see `step_early`
         self.owners: Owners = {}  # ranks that keep state of whole parameters: see [Note: whole parameters]
         self.no_peers = Peers()  # for steppers that do not communicate
         self.peers_of: Callable[[Sequence[TrainedGroup], Container[Member], Lane, Owners], Peers] = PartPeers
@@ -88,25 +81,6 @@ class Steppers:
             kinds.add((values.dtype, group.gradients.accumulate, values.device))
         return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
 
-    def step_early(self, everything: Sequence[TrainedGroup], factor: Callable[[], float]) -> None:
-        """Begin a speculative step of each offloaded slice when its last gradients arrive.
-
-        See `speculative.py`. `factor` returns the factor of unclipped gradients.
-        """
-        self.early = early = SpeculativeSteps(self.optimizer, self.tensors_of, self.tier.early_bytes)
-
-        def begin(group: TrainedGroup) -> None:
-            early.begin(group, self.choose([group]), factor())
-
-        awake = [group for group in everything if not group.asleep]
-        if awake and all(group.gradients.down is None for group in awake):
-            log.warning(NO_EARLY_STEPS, "nothing is copied: the model is in the host's memory already")
-        elif awake and not self.choose(awake).is_alone:
-            log.warning(NO_EARLY_STEPS, "it supports only torch's Adam and AdamW without an overridden step")
-        for group in everything:
-            if group.gradients.down is not None:
-                group.gradients.down.on_last = partial(begin, group)
-
     def parts(
         self,
         stepper: Stepper,
@@ -140,9 +114,6 @@ class Steppers:
 
         `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks.
         """
-        early = self.early
-        if early is not None:
-            early.stop()
         try:
             if not stepper.is_alone:
                 stepper.begin([piece for group in everything for piece in group.master.pieces.values()])
@@ -155,9 +126,7 @@ class Steppers:
         finally:
             if not stepper.is_alone:
                 stepper.end()
-            if early is not None:
-                early.drop()
-            for group in everything:  # tiers and speculative steps have moved masters and state
+            for group in everything:  # a tier may have moved masters and state
                 if group.master.shown:
                     group.master.show_again()
 
@@ -189,18 +158,15 @@ class Steppers:
     def _step_part(
         self, stepper: Stepper, part: Sequence[TrainedGroup], used: Container[Member], factor: float
     ) -> None:
-        """Step one part, except slices with a speculative step that is right."""
-        rest, early = part, self.early
-        if early is not None:
-            rest = [group for group in part if not early.commit(group, stepper, used, factor)]
+        """Step one part, whose state is in memory."""
         pieces: list[Piece] = []
-        for group in rest:
+        for group in part:
             pieces += group.master.fetch(used, stepper.fuses, stepper.adopts, stepper.marks_changes)
         state = self.optimizer.state
         for piece in pieces:
             piece.state = state[piece.master]
-        if rest:
-            peers = self.no_peers if stepper.is_alone else self.peers_of(rest, used, self.lane, self.owners)
+        if part:
+            peers = self.no_peers if stepper.is_alone else self.peers_of(part, used, self.lane, self.owners)
             stepper.step(pieces, factor, peers)
         for group in part:
             group.master.put_away()
