@@ -205,7 +205,9 @@ def test_large_models_take_seconds_and_no_memory() -> None:
     numel = sum(p.numel() for p in model.parameters())
     for each, per_parameter in zip(plans, [18 + 2, 4 + 14 / 64, 2 + 16 / 64, 18 / 64], strict=True):
         assert each.between_steps == pytest.approx(per_parameter * numel, rel=0.03)
-    assert all(each.peak > each.between_steps + (each.activations or 0) for each in plans)
+    for each in plans:  # gradients appear while activations are freed
+        during = each.gathered + each.buckets + (each.activations or 0)
+        assert max(each.between_steps, during) < each.peak < each.between_steps + during
 
 
 def at_stage_3(world: int = 4, **zero: Any) -> Plan:
