@@ -113,6 +113,12 @@ MISTAKES = {
     ],
     "7": [
         ("work", "2 * large + small", "2 * small + large", "returns a value which is 36"),
+        (
+            "back",
+            "return self.comm.all_to_all(back, [part.numel() for part in outgoing])",
+            "return back",
+            "`visit` on rank 0",
+        ),
         ("orthogonalize", "beta=B, alpha=C", "beta=C, alpha=B", "`factor` is"),
     ],
     "8": [
