@@ -194,8 +194,9 @@ def _moved(a: Call, b: Call) -> list[str]:
 
 def _is_new(call: Call, path: str) -> bool:
     now, before = call.exit.get(path), call.entry.get(path)
-    both = isinstance(now, Numbers) and isinstance(before, Numbers)
-    return both and 0 != now.address != before.address != 0
+    if not (isinstance(now, Numbers) and isinstance(before, Numbers)):
+        return False
+    return 0 != now.address != before.address != 0
 
 
 def _kept_in_place(call: Call, path: str) -> bool:

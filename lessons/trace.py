@@ -306,7 +306,7 @@ def _as_address(ask: Any) -> Any:
 def _grown_zeroed(resize: Any) -> Any:
     """The same for memory that a storage gets when it grows."""
 
-    def made(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def made(storage: Any, size: int) -> Any:
         grows = size > storage.nbytes()
         resize(storage, size)
         return storage.fill_(0) if grows else storage
