@@ -121,6 +121,8 @@ def _values(facts: Facts) -> Finding:
         return finding("not finite", nonfinite=next(shown(float(x)) for x in got if not math.isfinite(x)))
     if len(got) != len(expected):
         return _lengths(got, expected)
+    if alike(got, expected, 1e-5):  # one by one, so the difference is where the lists end
+        return finding("cut")
     if facts.before is not None and alike(expected, numbers(facts.before)):
         return finding("changed")
     if facts.before is not None and alike(got, numbers(facts.before), 1e-9):

@@ -3,9 +3,10 @@
 import ast
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 from lessons.registry import IN_ORDER, ROOT, Lesson
@@ -104,7 +105,23 @@ def written(lesson: Lesson, answer: Path, work: str) -> dict[str, range]:
         before = max((b for a, b in pairs if a < hole), default=-1)
         after = min((b for a, b in pairs if a > hole), default=len(mine))
         found[task] = range(before + 1, after)
+    for one, two in pairwise(list(found)):  # with no line between their blanks both have all of it
+        lines = found[one]
+        if lines == found[two] and (count := _of_first(answer, one, two, [mine[i].strip() for i in lines])):
+            end = lines.start + count
+            found |= {one: range(lines.start, end), two: range(end, lines.stop)}
     return found
+
+
+def _of_first(answer: Path, one: str, two: str, lines: Sequence[str]) -> int:
+    """How many of these lines are the first task's: the split most like the answer's, or 0."""
+    keys = [[line.strip() for line in region_lines(answer, TASK + task)] for task in (one, two)]
+
+    def alike(end: int) -> float:
+        parts = zip((lines[:end], lines[end:]), keys, strict=True)
+        return sum(difflib.SequenceMatcher(None, part, key, autojunk=False).ratio() for part, key in parts)
+
+    return max(range(len(lines) + 1), key=alike)
 
 
 def function_at(source: str, line: int) -> str:

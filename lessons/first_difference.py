@@ -109,7 +109,7 @@ class _Difference:
     mine: Call
     right: Call
     number: int  # which call of the function on this rank, from 0
-    kind: int  # 0: values, 1: calls made, 2: memory
+    kind: int  # 0: values, 1: calls made, 2: memory, 3: memory of its own
 
     @property
     def foreign(self) -> bool:
@@ -175,9 +175,32 @@ def _kind(a: Call, b: Call) -> int | None:
         return 1
     if _differing(a.exit, b.exit, memory=True) or _differing(a.returned, b.returned, memory=True):
         return 2
-    if _shared(a) != _shared(b):
+    if _shared(a) != _shared(b) or _moved(a, b):
         return 2
-    return None
+    return 3 if _kept_besides(a, b) else None
+
+
+def _kept_besides(a: Call, b: Call) -> list[str]:
+    """Tensors that an object has after the call, and neither before nor in the answer."""
+    roots = {root_of(path) for path in b.entry}
+    new = [path for path, value in a.exit.items() if path not in a.entry and isinstance(value, Numbers)]
+    return [path for path in new if path not in b.exit and root_of(path) in roots]
+
+
+def _moved(a: Call, b: Call) -> list[str]:
+    """Of tensors that the call was given: those that are other memory afterwards, but not in the answer's."""
+    return [path for path in b.entry if _is_new(a, path) and _kept_in_place(b, path)]
+
+
+def _is_new(call: Call, path: str) -> bool:
+    now, before = call.exit.get(path), call.entry.get(path)
+    if not (isinstance(now, Numbers) and isinstance(before, Numbers)):
+        return False
+    return 0 != now.address != before.address != 0
+
+
+def _kept_in_place(call: Call, path: str) -> bool:
+    return isinstance(call.exit.get(path), Numbers) and not _is_new(call, path)
 
 
 def _shared(call: Call) -> dict[str, str]:
@@ -234,12 +257,27 @@ def equal(got: Any, expected: Any, memory: bool = False) -> bool:
 
 
 def _in_words(first: _Difference, name: str, task: range) -> tuple[int | None, str]:
+    if first.mine.yields and not first.right.yields:
+        return (
+            first.mine.line,
+            f"{name}@ has a `yield`, so it returns a generator; the answer returns a value",
+        )
+    if first.kind == 3:
+        path = _kept_besides(first.mine, first.right)[0]
+        line = next((number for number, changed in first.mine.lines if path in changed), None)
+        where = f"after line {line} of {name}@" if line else f"after {name}@"
+        return line, f"{where}, `{path}` keeps a tensor, and the answer keeps none there"
     if first.kind == 1:
         return _calls_in_words(first.mine.did, first.right.did, name)
     mine, right, memory = first.mine, first.right, first.kind == 2
     ended = {**mine.exit, **mine.returned}
     asked = {**right.exit, **right.returned}
     wrong = _differing(ended, asked, memory) if not mine.raised else []
+    if memory and not wrong and _shared(mine) == _shared(right):
+        path = _moved(mine, right)[0]
+        line = next((number for number, changed in mine.lines if path in changed), None)
+        where = f"line {line} of {name}@ makes" if line else f"{name}@ makes"
+        return line, f"{where} `{path}` another tensor, where the answer writes into the one that is there"
     if memory and not wrong:
         return _shared_in_words(mine, right, name)
     early = _first_line(mine, right, wrong, memory, task)
@@ -312,6 +350,8 @@ def _first_line(
     own = {path for _, changed in mine.lines for path in changed}
     same_names = {root_of(path) for path in history} <= {root_of(path) for path in own | set(mine.entry)}
     source = mine.path.read_text(encoding="utf-8").splitlines()
+    ends_right = {path for path, each in right.exit.items() if equal(mine.exit.get(path), each, memory)}
+    fine = set() if mine.raised or not wrong else ends_right
     counts: dict[str, int] = {}
     for line, changed in mine.lines:
         for path, value in changed.items():
@@ -321,6 +361,8 @@ def _first_line(
                 continue
             if path not in wrong and source[line - 1].lstrip().startswith(("for ", "while ")):
                 continue  # another turn of a loop follows from what the turns before have done
+            if path not in wrong and path in fine:
+                continue  # it ends as the answer's does: the way there is the learner's own
             if not any(equal(value, other, memory) for other in known):
                 later = known[1:] if path in right.entry else known
                 return line, path, value, (later or known)[min(counts[path], len(later or known)) - 1]
@@ -328,6 +370,9 @@ def _first_line(
 
 
 def _calls_in_words(mine: Sequence[Did], right: Sequence[Did], name: str) -> tuple[int | None, str]:
+    sent = [each for each in mine if each.result], [each for each in right if each.result]
+    if [each.name for each in sent[0]] != [each.name for each in sent[1]]:
+        mine, right = sent  # what ranks exchange says more than which functions help with it
     for number, did in enumerate(mine):
         if number >= len(right) or did.name != right[number].name:
             left = [each.name for each in right[number:]]

@@ -24,7 +24,7 @@ import torch  # it takes seconds, which are not the learner's
 
 from lessons.exercise import blank_in, find_lesson, tasks_named
 from lessons.first_difference import find
-from lessons.last_words import Watch
+from lessons.last_words import LIMIT, SHORT, Watch
 from lessons.registry import IN_ORDER, RELEASED, ROOT, Lesson
 from lessons.verdict import Failure, Verdict, failure_of, verdict
 
@@ -47,8 +47,14 @@ class Reporter:
     """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
     def __init__(
-        self, watch: Watch, works: list[Path], dots: bool = False, lesson: Lesson | None = None
+        self,
+        watch: Watch,
+        works: list[Path],
+        dots: bool = False,
+        lesson: Lesson | None = None,
+        limit: float = SHORT,  # seconds for a task test
     ) -> None:
+        self.limit = limit
         self.watch, self.works, self.dots, self.lesson = watch, works, dots, lesson
         self.passed, self.held = 0, ""  # how many tests passed, and the last of them
         self.not_judged: dict[str, str] = {}  # in a release: tests that need what a later lesson builds
@@ -60,7 +66,7 @@ class Reporter:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Pytest calls this before each test."""
-        self.watch.start(nodeid.rpartition("::")[2])
+        self.watch.start(nodeid.rpartition("::")[2], self.limit if "test_task_step" in nodeid else LIMIT)
 
     def pytest_runtest_logfinish(self) -> None:
         """Pytest calls this after each test."""
@@ -137,7 +143,9 @@ def judged(
         options = options or ["--noconftest"]
 
         def rerun() -> bool:
-            again = Reporter(reporter.watch, reporter.works)
+            again = Reporter(
+                reporter.watch, reporter.works, limit=LIMIT
+            )  # it is recorded, which takes longer
             torch.manual_seed(0)  # the same beginning for both
             with contextlib.redirect_stdout(io.StringIO()):
                 return run_tests(again, str(ROOT / failure.node), *options)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 20.0  # seconds for one test
-PATIENCE = 4  # times the limit, for a test that did not get the processor, or waits for ranks: they say why
+SHORT = 5.0  # seconds for one of a task, which needs a small part of one
+PATIENCE = 4  # times `LIMIT`, for a test that did not get the processor, or waits for ranks: they say why
 CRASHES = {
     "Segmentation fault": "the process used memory that it does not have",
     "access violation": "the process used memory that it does not have",
@@ -44,21 +45,22 @@ class Watch:
         finally:
             self.stop()
 
-    def start(self, what: str) -> None:
-        """From now on this is what runs."""
+    def start(self, what: str, limit: float | None = None) -> None:
+        """From now on this is what runs, with a limit of its own or with `LIMIT`."""
         print(f"running {what}", file=self.file, flush=True)
         self.cpu = time.process_time()
-        self._allow(self.runs, PATIENCE)
+        limit = limit or LIMIT
+        self._allow(self.runs, limit, int(PATIENCE * LIMIT / limit))
 
-    def _allow(self, run: int, more: int) -> None:
+    def _allow(self, run: int, limit: float, more: int) -> None:
         """Another period. Before it ends, look whether the process could compute at all in it."""
         with self.lock:
-            idle = time.process_time() - self.cpu < LIMIT / 2
+            idle = time.process_time() - self.cpu < limit / 2
             if run != self.runs or not idle:
                 return
-            faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.file)
+            faulthandler.dump_traceback_later(limit, exit=True, file=self.file)
         if more > 1:
-            timer = threading.Timer(0.9 * LIMIT, self._allow, (run, more - 1))
+            timer = threading.Timer(0.9 * limit, self._allow, (run, limit, more - 1))
             timer.daemon = True
             timer.start()
 
@@ -83,10 +85,10 @@ def read(text: str, works: Sequence[Path]) -> End | None:
     if "Thread 0x" not in text and "Current thread 0x" not in text:
         return None
     during = re.findall(r"^running (.+)$", text, re.MULTILINE)[-1]
-    if "Timeout (" in text:
-        return End(
-            during, f"not done after {LIMIT:g} seconds: is there a loop that never ends?", _place(text, works)
-        )
+    if found := re.search(r"Timeout \((\d+):(\d+):([\d.]+)\)", text):
+        seconds = 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3])
+        why = f"not done after {seconds:g} seconds: is there a loop that never ends?"
+        return End(during, why, _place(text, works))
     for crash, meaning in CRASHES.items():
         if crash.lower() in text.lower():
             return End(during, f"{crash}: {meaning}", _place(text, works))

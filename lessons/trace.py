@@ -5,6 +5,7 @@ name of the function, say `self.flats[0].grad`, so that two traces can be compar
 """
 
 import ast
+import inspect
 import math
 import sys
 import threading
@@ -25,6 +26,10 @@ MANY = 64  # elements of a list that are looked at
 LARGE = 2**14  # elements of a tensor that is kept as two sums
 HOOKS = ("register_hook", "register_forward_hook", "register_post_accumulate_grad_hook")
 Values = dict[str, Any]  # by path
+
+
+class Address(int):
+    """Where something lies in memory. It differs between two runs, so it is no value to compare."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Call:
     did: list[Did] = field(default_factory=list)
     ended: bool = False
     line: int = 0  # the last that ran
+    yields: bool = False  # a call makes a generator, and runs nothing yet
 
 
 def values_of(value: Any, path: str, found: Values, seen: set[int], deep: int = DEEP) -> None:
@@ -78,6 +84,8 @@ def values_of(value: Any, path: str, found: Values, seen: set[int], deep: int = 
         found[path] = _numbers(value)
         if value.is_leaf and value.dtype.is_floating_point:
             found[f"{path}.grad"] = None if value.grad is None else _numbers(value.grad)
+    elif isinstance(value, Address):
+        return
     elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         found[path] = value
     elif deep == 0 or id(value) in seen:
@@ -91,7 +99,7 @@ def values_of(value: Any, path: str, found: Values, seen: set[int], deep: int = 
         seen.add(id(value))
         found[f"len({path})"] = len(value)
         for i, (name, each) in enumerate(list(value.items())[:MANY]):
-            key = repr(name) if isinstance(name, (str, int)) else f"key {i}"
+            key = repr(name) if isinstance(name, (str, int)) and type(name) is not Address else f"key {i}"
             values_of(each, f"{path}[{key}]", found, seen, deep - 1)
     elif isinstance(value, nn.Module):
         seen.add(id(value))
@@ -193,7 +201,8 @@ class _Recorder:
             self.until = time.monotonic() + SECONDS
         before = self._now(frame)
         path = self.paths[code.co_filename]
-        call = Call(name, path, rank, world, before, line=frame.f_lineno)
+        yields = bool(code.co_flags & inspect.CO_GENERATOR)
+        call = Call(name, path, rank, world, before, line=frame.f_lineno, yields=yields)
         with self.lock:
             self.calls.append(call)
         if not hasattr(self.of_thread, "stack"):
@@ -290,6 +299,21 @@ def _zeroed(make: Any) -> Any:
     return made
 
 
+def _as_address(ask: Any) -> Any:
+    return lambda owner: Address(ask(owner))
+
+
+def _grown_zeroed(resize: Any) -> Any:
+    """The same for memory that a storage gets when it grows."""
+
+    def made(storage: Any, size: int) -> Any:
+        grows = size > storage.nbytes()
+        resize(storage, size)
+        return storage.fill_(0) if grows else storage
+
+    return made
+
+
 @contextmanager
 def record(paths: Sequence[Path]) -> Iterator[list[Call]]:
     """Inside the `with`, the calls of functions in these files, of all threads that begin there."""
@@ -297,7 +321,9 @@ def record(paths: Sequence[Path]) -> Iterator[list[Call]]:
     before = sys.gettrace()
     draws = [(torch.Tensor, name, recorder.own) for name in ("uniform_", "normal_")]
     empty = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
-    changed = [*draws, *((place, name, _zeroed) for place, name in empty)]
+    grown = (torch.UntypedStorage, "resize_", _grown_zeroed)
+    places = [(owner, "data_ptr", _as_address) for owner in (torch.Tensor, torch.UntypedStorage)]
+    changed = [*draws, grown, *places, *((place, name, _zeroed) for place, name in empty)]
     kept = [(place, name, getattr(place, name)) for place, name, _ in changed]
     for (place, name, plain), (_, _, other) in zip(kept, changed, strict=True):
         setattr(place, name, other(plain))

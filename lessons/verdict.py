@@ -1,5 +1,6 @@
 """A failing test as a learner reads it: what it found, what that means, where, and what to read."""
 
+import ast
 import builtins
 import re
 from collections.abc import Iterator, Sequence
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from lessons.diagnose import Finding, of_error, of_facts
 from lessons.evidence import Evidence, Facts, WrongError
-from lessons.exercise import shown, tasks, tasks_at, tasks_named
+from lessons.exercise import shown, tasks, tasks_at, tasks_named, written
 from lessons.registry import Lesson
 
 VAGUE = ("other", "ratio", "too many bytes", "too few bytes", "raises", "refused", "memory", "length")
+IDLE = ast.Name | ast.Attribute | ast.Subscript | ast.Compare | ast.BinOp  # values that nobody keeps
 EXPLAINS = re.compile(r"^<!-- explains: (.+) -->$", re.MULTILINE)
 
 
@@ -113,6 +115,7 @@ class Verdict:
     paragraph: Paragraph | None
     evidence: Evidence | None = None  # from a run beside the answer
     held: str = ""  # the last claim that holds
+    idle: str = ""  # a line of the task that does nothing
 
     @property
     def means(self) -> str | None:
@@ -126,6 +129,8 @@ class Verdict:
         lines = [f"failed: {self.failure.test}", "", *(f"  {line}" for line in self._said()), ""]
         if self.evidence is not None:
             lines.append(f"first difference: {self.evidence.words}")
+        if self.idle:
+            lines.append(self.idle)
         if self.means is not None:
             lines.append(f"{'that is' if self.evidence is None else 'perhaps'}: {self.means}")
         if self.place is not None:
@@ -188,7 +193,24 @@ def verdict(
         about, place = [evidence.task], evidence.place or (place if evidence.task in about else None)
     about = about or list(blanks[:1]) or tasks(lesson)
     paragraph = explains(lesson, about[0], meant.mistake if meant else "") if len(about) == 1 else None
-    return Verdict(failure, meant, about, place, paragraph, evidence, held)
+    idle = idle_line(lesson, about[0]) if len(about) == 1 else ""
+    return Verdict(failure, meant, about, place, paragraph, evidence, held, idle)
+
+
+def idle_line(lesson: Lesson, task: str) -> str:
+    """What a line among the task's does not do that looks as if it did: call, or assign; nothing if none."""
+    for answer, work in lesson.files:
+        if not work.exists():
+            continue
+        source = work.read_text(encoding="utf-8")
+        lines = written(lesson, answer, source).get(task, range(0))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Expr) and node.lineno - 1 in lines and isinstance(node.value, IDLE):
+                text = ast.unparse(node.value)
+                named = isinstance(node.value, ast.Name | ast.Attribute)
+                why = f"`{text}()` would call it" if named else "its value is not kept"
+                return f"line {node.lineno} of {shown(work)} does nothing: `{text}` stands alone, and {why}"
+    return ""
 
 
 def explains(lesson: Lesson, task: str, mistake: str) -> Paragraph | None:

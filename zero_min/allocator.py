@@ -133,7 +133,8 @@ class Allocator:
         self.requested -= block.requested
         self.allocated -= block.size
         block.requested = 0
-        self.free.append(self.merge(block))
+        merged = self.merge(block)  # which may make a new list of the free ones
+        self.free.append(merged)
 
     def merge(self, block: Block) -> Block:
         """One block out of this one and its free neighbours, which are no longer in the list."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from lessons import registry
 from lessons.diagnose import SAID, of_error, of_facts
 from lessons.evidence import Facts, WrongError, alike, same, shown
-from lessons.exercise import find_lesson
-from lessons.verdict import Failure, failure_of, verdict
+from lessons.exercise import find_lesson, unmarked
+from lessons.verdict import Failure, failure_of, idle_line, verdict
 
 FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("sum", [[3.0, 3.0], [3.0, 0.0]], [[1.5, 1.5], [1.5, 0.0]], {"world": 2, "by_rank": True}),
@@ -22,6 +23,7 @@ FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("padding", [1.0, 2.0, 0.0, 0.0], [1.0, 2.0, 0.0], {}),
     ("padding", [0.0, 1.0, 2.0], [1.0, 2.0], {}),
     ("cut", [3, 3, 3, 1], [3, 3, 2, 2], {}),
+    ("cut", [[1.5], [2.5, 3.5]], [[1.5, 2.5], [3.5]], {"by_rank": True, "world": 2}),
     ("length", [1.0, 2.0, 3.0], [1.0, 2.0], {}),
     ("no advance", [1.0, 1.0], [0.9, 0.8], {"before": [1.0, 1.0]}),
     ("changed", [3.0, 1.0], [1.0, 1.0], {"before": [1.0, 1.0]}),
@@ -113,6 +115,26 @@ def test_what_a_hook_returned_is_in_no_line_that_was_running() -> None:
     running = ((work, 1),)
     seen = verdict(lesson, Failure("test_arrived_x", "TypeError", "hook returned 'Bucket'", places=running))
     assert seen.place is None and seen.tasks == ["arrived"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("s.gather", "does nothing: `s.gather` stands alone, and `s.gather()` would call it"),
+        ("s.flat == 0", "does nothing: `s.flat == 0` stands alone, and its value is not kept"),
+        ("s.gather()", ""),
+    ],
+)
+def test_a_line_that_does_nothing_is_told(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "WORK", tmp_path)
+    lesson = find_lesson("3")
+    for answer, work in lesson.files:
+        text = unmarked(answer.read_text()).replace("            s.gather()\n", f"            {line}\n", 1)
+        work.write_text(text)
+    found = idle_line(lesson, "before")
+    assert found.endswith(said) and bool(found) == bool(said)
 
 
 def test_every_name_is_used_somewhere_here() -> None:

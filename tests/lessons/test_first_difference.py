@@ -94,6 +94,48 @@ def recorded(folder: Path, change: str) -> list[trace.Call]:
     return calls
 
 
+KEEPS = """
+class Keeps:
+    def __init__(self):
+        self.x = torch.ones(2)
+
+    def task(self):
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("yield self.x.add_(1)", "has a `yield`, so it returns a generator"),
+        ("self.x = self.x + 1", "makes `self.x` another tensor, where the answer writes into the one"),
+        (
+            "self.x.add_(1); self.old = self.x + 1",
+            "`self.old` keeps a tensor, and the answer keeps none there",
+        ),
+    ],
+)
+def test_what_is_made_or_kept_besides_is_told(line: str, words: str, tmp_path: Path) -> None:
+    calls = []
+    for number, text in enumerate((line, "self.x.add_(1)")):
+        file = tmp_path / f"zero_min{number}.py"
+        file.write_text(KEEPS.format(text))
+        names: dict[str, Any] = {"torch": torch, "__name__": "zero_min.keeps"}
+        with trace.record([file]) as found:
+            exec(compile(file.read_text(), str(file), "exec"), names)
+            list(names["Keeps"]().task() or ())
+        calls.append(found)
+    assert words in compare(*calls, "Keeps.task", range(20))[1]
+
+
+def test_memory_that_grows_is_zeros_while_recorded() -> None:
+    with trace.record([]):
+        x = torch.ones(1000)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(4000)
+        assert not x.any()
+
+
 def test_a_trace_is_compared_line_by_line(tmp_path: Path) -> None:
     mine, right = recorded(tmp_path, "+ 1"), recorded(tmp_path, "* 1")
     assert [call.function for call in mine] == ["halve", "halve"]

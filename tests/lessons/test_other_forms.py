@@ -113,6 +113,33 @@ FORMS = {  # by lesson, task by task: the lines in the place of the answer key's
         "self.host.up(copy, room)\n"
         "return room.reshape(shape)",
     },
+    "11": {
+        "block": "return SMALLEST * max(1, (nbytes + SMALLEST - 1) // SMALLEST)",
+        "segment": "if size > SMALL:\n"
+        "    return LARGE_SEGMENT if size < OWN_SEGMENT else size + -size % OWN_STEP\n"
+        "return SMALL_SEGMENT",
+        "find": "for block in sorted(self.free, key=lambda each: (each.size, each.start)):\n"
+        "    if block.size >= size and block.small is (size <= SMALL):\n"
+        "        return block\n"
+        "return None",
+        "split": "least, rest = SMALLEST if block.small else SMALL + 1, block.size - size\n"
+        "if rest < least:\n"
+        "    return\n"
+        "new = Block(block.start + size, rest, block.small)\n"
+        "new.before, new.after = block, block.after\n"
+        "if new.after:\n"
+        "    new.after.before = new\n"
+        "block.after, block.size = new, size\n"
+        "self.free.insert(0, new)",
+        "merge": "first = block.before if block.before in self.free else block\n"
+        "gone = [each for each in (block.after, first) if each in self.free]\n"
+        "self.free = [each for each in self.free if each not in gone]\n"
+        "if block.after in gone:\n"
+        "    self._join(block)\n"
+        "if first is not block:\n"
+        "    self._join(first)\n"
+        "return first",
+    },
 }
 
 

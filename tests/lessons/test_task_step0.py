@@ -83,6 +83,23 @@ def test_adam_leaves_the_gradient_as_it_is() -> None:
     same(what, p.grad, [3.0], lookalikes=known)
 
 
+def test_adam_moves_the_weight_where_it_lies() -> None:
+    p = nn.Parameter(torch.ones(2))
+    window = p.detach()  # of the same memory, as stage 1 will have one
+    p.grad = torch.ones(2)
+    adam.Adam([{"params": [p]}], lr=0.5).step()
+    known = {
+        "`p` has other memory now: `p.data = ...` gives it some, `p.add_(...)` changes what it has": [1.0] * 2
+    }
+    same(
+        "a window into the weight's memory after a step of 0.5",
+        window,
+        [0.5] * 2,
+        near=1e-5,
+        lookalikes=known,
+    )
+
+
 def averaged(comm: Comm, used_by: tuple[int, ...]) -> tuple[list[float], list[str], int]:
     """Ranks 0, 1, ... bring gradients of 1, 2, ...; a rank that is not in `used_by` has none."""
     model = nn.Linear(3, 1, bias=False)

@@ -54,8 +54,12 @@ def found_at(made: Allocator, size: int) -> int | None:
 
 
 def test_find_takes_the_smallest_that_fits() -> None:
-    made = with_free((0, 9 * MIB, False), (20, 3 * MIB, False), (40, 5 * MIB, False), (60, 4 * MIB, False))
-    known = {"the first one that fits is taken, and should be the smallest": 0, "it does not fit": 20}
+    made = with_free((0, 5 * MIB, False), (20, 3 * MIB, False), (40, 9 * MIB, False), (60, 4 * MIB, False))
+    known = {
+        "the first one that fits is taken, and should be the smallest": 0,
+        "it does not fit": 20,
+        "the largest one is taken, and should be the smallest that fits": 40,
+    }
     same("the address of the free block for 4 MiB, in MiB", found_at(made, 4 * MIB), 60, lookalikes=known)
 
 

@@ -70,6 +70,13 @@ def test_scale_forgives_anew_after_each_good_step_if_asked() -> None:
     same(f"consecutive_hysteresis, overflows {overflows}", got, expected, lookalikes=ignored)
 
 
+def test_scale_may_be_any_number_after_halving() -> None:
+    scaler = precision.DynamicScale(3, minimum=0.5, hysteresis=1)
+    scaler.update(True)
+    known = {"it is rounded down to a whole number: `/` halves, `//` does not": 1.0}
+    same("half of 3", scaler.scale, 1.5, before=3, lookalikes=known)
+
+
 def test_scale_stops_at_the_minimum() -> None:
     scaler = precision.DynamicScale(3, minimum=2, hysteresis=1)
     scaler.update(True)

@@ -24,6 +24,13 @@ MISTAKES = {
             "reduce_scatter(comm, pieces)",
             "`tensor` is [0, 1, 102",
         ),
+        (
+            "all_reduce",
+            "    pieces[comm.rank].copy_(reduce_scatter(comm, pieces))\n",
+            "    for _ in neighbours(comm):\n        comm.send(tensor, neighbours(comm)[1])\n"
+            "        tensor += comm.receive(tensor, neighbours(comm)[0])\n",
+            "calls send; the answer does never here",
+        ),
         ("all_reduce", ".tensor_split(comm.world_size)", ".chunk(comm.world_size)", "`len(pieces)` is 2"),
     ],
     "1": [
@@ -95,9 +102,23 @@ MISTAKES = {
         ),
         ("interval", "counted == self.patience", "counted > self.patience", "changes `self.length`"),
         ("meet", "copy_(mean / self.walked)", "copy_(mean)", "each is 4 times that"),
+        (
+            "meet",
+            ".mul_(self.shrunk).addcdiv_(mean, self.spread(), value=-1)\n"
+            "        self.m.copy_(mean / self.walked)\n        self.anchor.copy_(self.x)\n",
+            "\n        self.anchor.copy_(self.x)\n        self.m.copy_(mean / self.walked)\n"
+            "        self.x.mul_(self.shrunk).addcdiv_(mean, self.spread(), value=-1)\n",
+            "no line of `meet` on rank 0 changes `self.anchor`",
+        ),
     ],
     "7": [
         ("work", "2 * large + small", "2 * small + large", "returns a value which is 36"),
+        (
+            "back",
+            "return self.comm.all_to_all(back, [part.numel() for part in outgoing])",
+            "return back",
+            "`visit` on rank 0",
+        ),
         ("orthogonalize", "beta=B, alpha=C", "beta=C, alpha=B", "`factor` is"),
     ],
     "8": [
