@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=20
 WHICH = not slow and not gpu and not hf and not lightning and not ray
 SUITE = command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
 	$(BIN)/python -m tests.suite -q --durations=20 -m "$(WHICH)" tests
-test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones (12 minutes on two cores)
+test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones (15 minutes on two cores)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(SUITE)
