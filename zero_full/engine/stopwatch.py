@@ -19,7 +19,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = defaultdict(float)  # by phase, of the whole run
 
     def phases(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """Return, by phase, a function whose context times its block. Off, the contexts do nothing."""
+        """Return for each phase a function. It makes a context that times a block, or does nothing if off."""
         if not self.on:
             return dict.fromkeys(PHASES, nullcontext)
         return {phase: partial(self._timed, phase) for phase in PHASES}

@@ -144,7 +144,7 @@ class StageLayers(nn.Module):
 
 
 class Stage(PipelineStage):
-    """A stage of torch's pipelining whose backward passes are those of the sharded optimizer's reducer."""
+    """A stage of torch's pipelining. Its backward passes go through the reducer that shards gradients."""
 
     def __init__(
         self,

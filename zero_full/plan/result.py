@@ -227,7 +227,8 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     ]
     for kind, name in NAMES.items():
         sizes = [getattr(each, kind) for each in plans]
-        name = max((each.peak_name for each in plans), key=len) if kind == "peak" else name
+        if kind == "peak" and any(each.peak_name == AT_MOST for each in plans):
+            name = AT_MOST
         if any(size != 0 for size in sizes):
             lines.append(_row(name, [human(size) for size in sizes]))
         if kind == "peak" and any(each.activations is None for each in plans):

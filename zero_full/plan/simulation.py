@@ -180,9 +180,8 @@ class Simulation:
     ) -> Tier:
         """Count the host memory that only the drafts show, and open the tier without its checks."""
         memory, tier = host_memory(base, dealer, drafts, self.planned), dealer.settings.tier
-        self.pinned = self.gradient_copies = (
-            0  # bytes of host memory: page-locked, and gradients of a delayed update
-        )
+        self.pinned = 0  # page-locked bytes of host memory
+        self.gradient_copies = 0  # bytes of host memory for gradients of a delayed update
         if isinstance(tier, HostTier) and tier.locks(self.planned):
             self.pinned = Places(memory.arena).size
         if tier.delay_after is not None:

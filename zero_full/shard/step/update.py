@@ -158,7 +158,7 @@ class Steppers:
     def _step_part(
         self, stepper: Stepper, part: Sequence[TrainedGroup], used: Container[Member], factor: float
     ) -> None:
-        """Step one part, whose state is in memory."""
+        """Step these parameter groups and write the results back. Their optimizer state is in memory."""
         pieces: list[Piece] = []
         for group in part:
             pieces += group.master.fetch(used, stepper.fuses, stepper.adopts, stepper.marks_changes)
