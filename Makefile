@@ -95,6 +95,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -m tests.bench.units | tee build/bench/units.md
+	$(BIN)/python -W ignore -m tests.bench.many_tensors | tee build/bench/many_tensors.md
 	$(BIN)/python -m tests.bench.facade | tee build/bench/facade.md
 	$(BIN)/python -m tests.bench.commands | tee build/bench/commands.md
 	$(BIN)/python -m tests.bench.engines | tee build/bench/engines.md

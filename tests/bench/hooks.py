@@ -17,7 +17,7 @@ from tests.bench.interleave import Series
 from zero_full.comm.lane import InlineLane
 from zero_full.offload import ParamStore
 from zero_full.settings import Gathering
-from zero_full.shard.passes.gather import ParameterGatherer, Site
+from zero_full.shard.passes.gather import ParameterGatherer, Site, UnitState
 
 LAYERS, WIDTH, ROUNDS, PASSES = 200, 8, 15, 5
 TARGET_US = 25.0
@@ -73,7 +73,8 @@ class Hooked(Alone):
     def __init__(self) -> None:
         super().__init__()
         group_of = {m.param: group for group in self.optimizer.parts.groups for m in group.members}
-        sites = [Site(str(n), layer, [group_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
+        layers = enumerate(self.model.layers)
+        sites = [Site(str(n), layer, UnitState([group_of[layer.weight]])) for n, layer in layers]
         reducer = self.optimizer.reducer
         self.gatherer = ParameterGatherer(self.model, sites, InlineLane(), Gathering(), reducer, ParamStore())
 

@@ -85,6 +85,7 @@ SMOKE = {
     "kernels": [Smoke("--rows unscale --numel 4096 --threads 1 --rounds 1")],
     "kernels_gpu": [Smoke("--device cpu --topics unscale --numel 4096 --rounds 1", operators_on_the_cpu)],
     "link": [Smoke()],
+    "many_tensors": [Smoke("--counts 4 --elements 64 --rounds 1")],
     "offload": [
         Smoke(f"--topics overlap --size 50k {ONE_STEP} --bucket 20000"),
         Smoke(f"--topics disk --disk-size 50k --mib 1 {ONE_STEP} --directory DIRECTORY", slow=True),

@@ -13,13 +13,12 @@ def rounded(number: int, multiple: int) -> int:
 
 def units(case: Case, trained: bool) -> list[list[int]]:
     """zero_full's units at stage 3: those of their parameters that are trained, or those that are frozen."""
-    from zero_full.shard.deal.units import (
-        choose_units,
-        size_limit,
-    )  # a learner's `check` waits for no import of it
+    # Imported here: a learner's `check` waits for no import of it.
+    from zero_full.shard.deal.units import choose_units, join_small, size_limit
 
     model = case.model()
-    chosen = choose_units(model, size_limit(model, 10**9))
+    limit = size_limit(model, 10**9)
+    chosen = join_small(choose_units(model, limit), limit)
     found = [[p.numel() for _, p in unit.parameters if p.requires_grad == trained] for unit in chosen]
     return [numels for numels in found if numels]
 

@@ -41,6 +41,8 @@ class Case:
     two_groups: bool = True
     seed: int = 0
     late_by_rank: bool = False
+    joined: int = 0  # layers that stage 3 gathers together
+    kept: bool = True  # at stage 3 from forward to backward
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
@@ -55,13 +57,18 @@ class Reuse(nn.Module):
         # Most have one parameter: what is left of a bucket could hide that a part of it has left too early.
         bias = case.model == "outside"
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias) for _ in range(LAYERS))
+        # Units join up to an eighth of the model, so this layer lets as many of the others join.
+        layer = sum(p.numel() for p in self.linears[0].parameters())
+        rows = (8 * case.joined - LAYERS) * layer // WIDTH
+        self.large = nn.Linear(WIDTH, rows, bias=False) if case.joined else None
         for p in self.parameters():
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.2)
         self.case = case
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         """The loss."""
-        return WAYS[self.case.model](self, x, rank).square().mean()
+        x = WAYS[self.case.model](self, x, rank)
+        return x.square().mean() if self.large is None else x.square().mean() + self.large(x).square().mean()
 
     def call(self, number: int, x: Tensor) -> Tensor:
         """One layer, recomputed or not."""
@@ -206,6 +213,7 @@ def sharded(case: Case, rank: int, steps: int) -> dict[str, Tensor]:
             "overlap_comm": case.overlap,
             "reduce_bucket_size": 200,
             **({"stage3_param_persistence_threshold": 0} if case.stage == 3 else {}),
+            **({} if case.kept or case.stage < 3 else {"stage3_max_reuse_distance": 0}),
         },
     }
     optimizer = torch.optim.AdamW(groups_of(model, case), lr=0.01)
@@ -248,6 +256,8 @@ def random_cases(count: int, seed: int) -> list[Case]:
             draw.choice(("no", "reentrant", "saved")),
             draw.random() < 0.5,
             draw.randrange(10**6),
+            joined=draw.choice((0, 0, 2, 3, LAYERS)),
+            kept=draw.random() < 0.5,
         )
         for _ in range(count)
     ]

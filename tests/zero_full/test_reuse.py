@@ -1,6 +1,7 @@
 """Modules that are called several times in a forward, beside a lane that is late, are plain torch's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -8,16 +9,18 @@ from unittest import mock
 
 import pytest
 
+import zero_full
 from tests.worlds import POOL, RankError
-from tests.zero_full.reuse import CLOSE, WAYS, Case, off_by, random_cases
+from tests.zero_full.reuse import CLOSE, WAYS, Case, Reuse, off_by, random_cases
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.passes.gather import Site
+from zero_full.shard.passes.gather import Site, UnitState
 from zero_full.shard.passes.reduce import GradientReducer
 
 KINDS = [
     Case(way, 3, True, micro, recompute, seed=7)
     for way, micro, recompute in product(WAYS, (1, 2), ("no", "reentrant", "saved"))
 ]
+JOINED = [replace(case, joined=2 + number % 3, kept=number % 2 == 0) for number, case in enumerate(KINDS)]
 
 
 def close(ranks: list[list[float]], cases: list[Case]) -> None:
@@ -27,6 +30,28 @@ def close(ranks: list[list[float]], cases: list[Case]) -> None:
 @pytest.mark.rotates
 def test_every_way_to_use_a_module_again_at_stage_3() -> None:
     close(POOL.run(off_by, 2, KINDS), KINDS)
+
+
+@pytest.mark.rotates
+def test_every_way_to_use_modules_of_one_unit_again() -> None:
+    close(POOL.run(off_by, 2, JOINED), JOINED)
+
+
+def units_of(comm: Any, joined: int) -> list[int]:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = zero_full.initialize(model=Reuse(Case(joined=joined)), config=config)
+    return [len(group.members) for group in engine.optimizer.parts.trained]
+
+
+@pytest.mark.parametrize(
+    ("joined", "sizes"), [(0, [1, 1, 1, 1]), (2, [1, 2, 2]), (3, [1, 1, 3]), (4, [1, 4])]
+)
+def test_layers_join_in_the_cases_that_say_so(joined: int, sizes: list[int]) -> None:
+    assert POOL.run(units_of, 2, joined) == [sizes, sizes]
 
 
 @pytest.mark.rotates
@@ -56,7 +81,7 @@ class Never:
 
 
 # The first end of a module's backward is taken for the last.
-TOO_EARLY = [(Site, "silent", Never()), (Site, "is_used_unseen", Never())]
+TOO_EARLY = [(Site, "silent", Never()), (UnitState, "is_used_unseen", Never())]
 
 
 def launch_and_take_later(self: GradientReducer, group: TrainedGroup) -> None:

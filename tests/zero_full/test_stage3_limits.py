@@ -229,9 +229,11 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def seconds_per_step(comm: Any, depth: int) -> float:
-    engine = engine_of(partial(Deep, depth), RELEASED)
-    assert sum(values.released_at_rest for values in engine.optimizer.parts.flats) == depth
+def seconds_per_step(comm: Any, depth: int, joined: bool) -> float:
+    keys = RELEASED if joined else {**RELEASED, "stage3_prefetch_bucket_size": 0}
+    engine = engine_of(partial(Deep, depth), keys)
+    units = sum(values.released_at_rest for values in engine.optimizer.parts.flats)
+    assert units < 12 if joined else units == depth
     taken = []
     for _ in range(2):  # the first makes what all keep
         start = time.process_time()  # of the processor: a busy machine makes all else longer
@@ -242,8 +244,9 @@ def seconds_per_step(comm: Any, depth: int) -> float:
 
 
 @pytest.mark.rotates
-def test_a_thousand_layers_take_four_times_as_long_as_a_quarter_of_them() -> None:
-    few, many = (max(POOL.run(seconds_per_step, 2, depth)) for depth in (250, 1000))
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_thousand_layers_take_four_times_as_long_as_a_quarter_of_them(joined: bool) -> None:
+    few, many = (max(POOL.run(seconds_per_step, 2, depth, joined)) for depth in (250, 1000))
     assert many < 10 * few, f"{few:.3f} s and {many:.3f} s"  # work for each pair of layers would be 16 times
 
 

@@ -15,7 +15,7 @@ from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.offload import BlockTier, CopyThreads, DeviceTier, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
-from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
+from zero_full.shard.deal.units import JOINED, Unit, choose_units, join_small, kept_whole, size_limit
 from zero_full.shard.group.dtensors import (
     block_of,
     counts_as_dtensor,
@@ -39,7 +39,7 @@ from zero_full.shard.group.parameters import (
 )
 from zero_full.shard.group.process_groups import Groups, Pair
 from zero_full.shard.group.registry import check_unowned
-from zero_full.shard.passes.gather import Site
+from zero_full.shard.passes.gather import Site, UnitState
 
 log = logging.getLogger("zero_full")
 NEAR = 0.1  # fraction of the state: no warning for a smaller difference from the requested ratio
@@ -195,7 +195,7 @@ class Dealer:
         of_unit: dict[Unit | None, list[ParameterGroup]] = {}
         for draft, group in made.items():
             of_unit.setdefault(draft.unit, []).append(group)
-        sites = [Site(unit.name, unit.module, of_unit[unit]) for unit in drafts.units]
+        sites = [site for unit in drafts.units for site in _sites(unit, of_unit[unit])]
         in_order = map(made.__getitem__, drafts.reduce_order)
         trained = [group for group in in_order if isinstance(group, TrainedGroup)]
         frozen = [group for group in made.values() if not isinstance(group, TrainedGroup)]
@@ -208,7 +208,8 @@ class Dealer:
             return []
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
-        return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
+        units = choose_units(model, limit, limits.wrap, kept_whole(model, limits))
+        return join_small(units, min(limit, JOINED, limits.prefetch_numel))
 
     def _unit(self, unit: Unit) -> Iterator[Draft]:
         kinds: dict[Kind, list[Named]] = {}
@@ -295,6 +296,11 @@ class Dealer:
             is_dtensor=counts_as_dtensor(param),
             is_split=is_split,
         )
+
+
+def _sites(unit: Unit, groups: Sequence[ParameterGroup]) -> list[Site]:
+    shared = UnitState(groups, joined=len(unit.modules) > 1)
+    return [Site(name, module, shared) for name, module in unit.modules]
 
 
 def place_the_rest(

@@ -8,6 +8,11 @@ its children are visited. Two kinds of modules cannot be split like that: module
 
 A parameter of several modules (tied weights) belongs to the innermost module that contains all of them. It is
 gathered once, before the first use, and released after the last.
+
+[Note: joined units] A collective has a fixed cost, so consecutive small units become one: they are gathered,
+reduced and stepped together. The parameters stay gathered from the first of its modules that is called to the
+first module outside of it. A unit is not joined if the user has named it, if it contains another one, which
+would be called in the middle of it, or if the elements that may be prefetched (0: none) do not suffice.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -23,16 +28,22 @@ from zero_full.shard.deal.leaf_modules import z3_leaf_module
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 PARTS = 8  # no unit needs to be larger than this part of the model ...
 LIVE_PARTS = 4  # ... or this part of what may be live at a time
+JOINED = 2**20  # elements of joined units: copying as many takes longer than a collective's fixed cost
 Wrap = Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered together, before this module's forward."""
+    """Parameters that are gathered together, before the forward of the first of these modules."""
 
-    name: str  # the module's, "" for the model
-    module: nn.Module
+    modules: tuple[tuple[str, nn.Module], ...]  # with their names, "" for the model
     parameters: tuple[tuple[str, Parameter], ...]
+    may_join: bool  # see [Note: joined units]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the parameters."""
+        return sum(p.numel() for _, p in self.parameters)
 
 
 def size_limit(model: nn.Module, max_live: int) -> int:
@@ -64,7 +75,35 @@ def choose_units(
     for name, param in model.named_parameters():
         if param not in left_out:
             held.setdefault(owner[param], []).append((name, param))
-    return [Unit(sites[module], module, tuple(params)) for module, params in held.items()]
+    units = []
+    for module, params in held.items():
+        name = sites[module]
+        contains_unit = any(inner in held for inner in module.modules() if inner is not module)
+        may_join = not contains_unit and not _is_named(name, module, wrap)
+        units.append(Unit(((name, module),), tuple(params), may_join))
+    return units
+
+
+def join_small(units: Iterable[Unit], limit: int) -> list[Unit]:
+    """Join consecutive units to units of at most `limit` elements. See [Note: joined units]."""
+    together: list[list[Unit]] = []
+    room = 0  # elements that the last unit can still take
+    for unit in units:
+        numel = unit.numel
+        if unit.may_join and numel <= room:
+            together[-1].append(unit)
+            room -= numel
+        else:
+            together.append([unit])
+            room = limit - numel if unit.may_join else 0
+    return [_joined(several) for several in together]
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    if len(units) == 1:
+        return units[0]
+    modules = tuple(module for unit in units for module in unit.modules)
+    return Unit(modules, tuple(param for unit in units for param in unit.parameters), True)
 
 
 def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:

@@ -15,6 +15,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Member:
 
 
 FROZEN = -1
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ def is_released(param: Tensor) -> bool:
 def layout_of(numels: Sequence[int], pair: Pair) -> FlatLayout:
     """Return the layout of parameters of these sizes in a flat buffer that is sharded over these ranks."""
     return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.across.size)
+
+
+def _memory_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype]]:
+    return list(map(Tensor.data_ptr, tensors)), list(map(_dtype_of, tensors))
 
 
 def _kind_of(tensor: Tensor) -> str:
@@ -251,13 +257,12 @@ class FlatParameters:
         would be lost.
         """
         places = self.placeholders if self.hidden else self.windows
-        found = []
         with without_overrides():
-            for member, place in zip(self.members, places, strict=True):
-                param = member.param
-                if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                    found.append((member, place))
-        if found and self.hidden:
+            if _memory_of(self.params) == _memory_of(places):  # the usual case, in C
+                return []
+            pairs = zip(self.members, places, strict=True)
+            found = [pair for pair in pairs if _memory_of([pair[0].param]) != _memory_of([pair[1]])]
+        if self.hidden:
             raise self.assigned_while_released(found[0][0])
         return found
 

@@ -12,7 +12,7 @@ and parameters released, when the whole backward ends. The same holds for a modu
 no_grad in a training forward, which re-entrant checkpointing may recompute one by one. All of these
 conditions depend only on the calls of forward, which are the same on all ranks.
 
-[Note: prefetch] The order of the sites is recorded. From then on the next sites are gathered while this one
+[Note: prefetch] The order of the units is recorded. From then on the next units are gathered while this one
 computes, if collectives run on a lane of their own. If the order changes, nothing is prefetched, and the new
 order is recorded. Correctness does not depend on the order. Slices in a file are read even further ahead, as
 far as their buffers reach.
@@ -26,7 +26,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -53,19 +53,28 @@ DEPTH = 4  # levels of nested objects that are searched for output tensors: dist
 Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `ParameterGatherer.me`
 
 
-class Site:
-    """A module and the parameters that it needs."""
+class UnitState:
+    """The parameter groups of a unit, and what is known of the calls of its modules."""
 
-    def __init__(self, name: str, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-        self.name, self.module, self.groups = name, module, list(groups)
-        self.reduces = list(groups)  # groups to reduce when this module's backward is complete
+    def __init__(self, groups: Sequence[ParameterGroup], joined: bool = False) -> None:
+        """`joined`: several modules share the groups, see [Note: joined units] in `deal/units.py`."""
+        self.groups, self.joined = list(groups), joined
+        self.reduces = list(groups)  # groups to reduce when backward of all modules is complete
         self.numel = sum(group.layout.total for group in groups)
+        self.open: set[Site] = set()  # modules with a call whose backward is not complete
+        self.is_used_unseen = False  # the parameters have a use without a mark
+        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
+
+
+class Site:
+    """A module and the unit with the parameters that it needs."""
+
+    def __init__(self, name: str, module: nn.Module, unit: UnitState) -> None:
+        self.name, self.module, self.unit, self.groups = name, module, unit, unit.groups
         self.active: list[Call | None] = []  # calls in forward, a stack; None: a call that gathers nothing
         self.backwards_due = 0  # calls with a mark that have not completed backward
         self.silent = 0  # calls under no_grad in a training forward, which checkpointing may recompute
         self.marked = 0  # calls with a mark that runs when their backward is done
-        self.is_used_unseen = False  # the parameters have a use without a mark
-        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
 
 
 @dataclass(eq=False)
@@ -73,16 +82,17 @@ class Call:
     """One forward call of a site, which needs the parameters again in its backward."""
 
     site: Site
-    needed: list[ParameterGroup] = field(default_factory=list)  # groups that its running backward uses
+    used: Sequence[ParameterGroup]  # groups that forward uses
+    needed: Sequence[ParameterGroup] = ()  # groups that its running backward uses
 
 
 class Order:
-    """The recorded order of sites in one kind of pass, and the position of the prefetch in it."""
+    """The recorded order of units in one kind of pass, and the position of the prefetch in it."""
 
     def __init__(self) -> None:
-        self.known: list[Site] = []  # order of the last pass
-        self.seen: list[Site] = []  # order of this pass so far
-        self.begun = 0  # index in `known` of the first site that was neither reached nor prefetched
+        self.known: list[UnitState] = []  # order of the last pass
+        self.seen: list[UnitState] = []  # order of this pass so far
+        self.begun = 0  # index in `known` of the first unit that was neither reached nor prefetched
         self.ahead = 0  # elements that were prefetched and not reached yet
 
     def begin(self) -> bool:
@@ -92,19 +102,23 @@ class Order:
         self.begun = self.ahead = 0
         return changed
 
-    def reached(self, site: Site) -> bool:
-        """Note that a site is reached. Returns whether this site is the one that the known order has here."""
+    def is_at(self, unit: UnitState) -> bool:
+        """Return whether this is another module of the joined unit that was reached last."""
+        return unit.joined and bool(self.seen) and self.seen[-1] is unit
+
+    def reached(self, unit: UnitState) -> bool:
+        """Note that a unit is reached. Returns whether this unit is the one that the known order has here."""
         place = len(self.seen)
-        self.seen.append(site)
-        as_known = place < len(self.known) and self.known[place] is site
+        self.seen.append(unit)
+        as_known = place < len(self.known) and self.known[place] is unit
         if as_known and place < self.begun:
-            self.ahead -= site.numel
-        else:  # not prefetched, or another order: prefetching begins anew behind this site
+            self.ahead -= unit.numel
+        else:  # not prefetched, or another order: prefetching begins anew behind this unit
             self.begun, self.ahead = place + 1, 0
         return as_known
 
-    def coming(self) -> Sequence[Site]:
-        """Return all sites of the known order that were neither reached nor prefetched."""
+    def coming(self) -> Sequence[UnitState]:
+        """Return all units of the known order that were neither reached nor prefetched."""
         return self.known[self.begun :]
 
 
@@ -130,12 +144,13 @@ class ParameterGatherer:
         self.trail = 0  # checksum of the gathered groups in their order, equal on every rank
         self.live = 0  # elements that are gathered now
         self.gathered: set[ParameterGroup] = set()
+        self.lingering: UnitState | None = None  # a joined unit that stays gathered for its next module
         self.calls: set[Call] = set()  # calls in backward
         self.sites = {site.module: site for site in sites}
-        self.home = {group: site for site in sites for group in site.reduces}
-        ranks = min((group.ranks.size for site in sites for group in site.groups), default=1)
+        self.home = {group: site.unit for site in sites for group in site.groups}
+        ranks = min((group.ranks.size for group in self.home), default=1)
         self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
-        self.root = self.sites.setdefault(model, Site("", model, []))
+        self.root = self.sites.setdefault(model, Site("", model, UnitState([])))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
             self._install(site, Hook)
@@ -158,25 +173,21 @@ class ParameterGatherer:
 
     def _install_inner(self, model: nn.Module) -> None:
         """Install hooks on modules inside of sites. See [Note: inner modules]."""
-        site_of = {
-            m.param: site for site in self.sites.values() for group in site.groups for m in group.members
-        }
+        unit_of = {m.param: unit for group, unit in self.home.items() for m in group.members}
         for name, module in model.named_modules():
-            held = dict.fromkeys(site_of[p] for p in module.parameters(recurse=False) if p in site_of)
-            elsewhere = [group for site in held if site.module is not module for group in site.groups]
-            if elsewhere and module in self.sites:
-                self.sites[module].groups += [
-                    group for group in elsewhere if group not in self.sites[module].groups
-                ]
-            elif elsewhere:
-                inner = Site(name, module, elsewhere)
-                inner.reduces = []  # other modules may add to the same gradients, so the outer site reduces
-                self._install(inner, InnerHook, "inner_")
+            held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+            if module in self.sites:
+                groups = self.sites[module].groups
+                groups += [group for unit in held for group in unit.groups if group not in groups]
+            elif held:
+                unit = UnitState([group for unit in held for group in unit.groups])
+                unit.reduces = []  # other modules may add to the same gradients, so the outer site reduces
+                self._install(Site(name, module, unit), InnerHook, "inner_")
 
     def add(self, module: nn.Module, group: ParameterGroup) -> None:
         """Gather these parameters also for `module` from now on."""
         if module not in self.sites:
-            self.sites[module] = Site(type(module).__name__, module, [])
+            self.sites[module] = Site(type(module).__name__, module, UnitState([]))
             self._install(self.sites[module], Hook)
         if group not in self.sites[module].groups:
             self.sites[module].groups.append(group)
@@ -213,7 +224,7 @@ class ParameterGatherer:
             self.gathered.remove(group)
             self.live -= group.layout.total
 
-    def _leave(self, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
+    def _leave(self, unit: UnitState, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
         """End a call's use of these groups, and release them unless another call uses them or `keep`."""
         for group in groups:
             group.parameters.users -= 1
@@ -221,7 +232,21 @@ class ParameterGatherer:
             # for it before the memory is reused.
             if group.parameters.home is not None:
                 self.lane.order(self.lane.producer(), group.parameters.home)
-        for group in () if keep else groups:
+        if keep:
+            return
+        # Only within a pass, because its end releases what is left.
+        if unit.joined and (self.root.active or self.reducer.backward.running):
+            if self.lingering is not unit:
+                self._release_lingering()
+                self.lingering = unit
+            return
+        for group in groups:
+            self.release(group)
+
+    def _release_lingering(self) -> None:
+        """Release the joined unit whose modules have been called, because a module of another one is next."""
+        unit, self.lingering = self.lingering, None
+        for group in () if unit is None else unit.groups:
             self.release(group)
 
     def release_all(self) -> None:
@@ -229,29 +254,33 @@ class ParameterGatherer:
         for group in list(self.gathered):
             self.release(group)
 
-    def _need(self, site: Site, order: Order | None) -> None:
-        """Gather a site's parameters for a call, and prefetch those of the next sites in this order.
+    def _need(self, unit: UnitState, order: Order | None) -> Sequence[ParameterGroup]:
+        """Gather a unit for a call, and prefetch the next units in this order. Returns the unit's groups.
 
         `order`: of the running pass; None: do not record the call.
         """
-        as_known = order is not None and order.reached(site)
-        # Queue this site's all-gathers first, then the prefetch, and wait last: the lane runs in order.
-        for group in site.groups:
+        if self.lingering is not None and self.lingering is not unit:
+            self._release_lingering()
+        groups = tuple(unit.groups)
+        as_known = order is not None and not order.is_at(unit) and order.reached(unit)
+        # Queue this unit's all-gathers first, then the prefetch, and wait last: the lane runs in order.
+        for group in groups:
             self._begin(group)
         if order is not None and as_known:
             if self.prefetches:
                 self._prefetch(order)
             if self.param_store.can_fail:  # it reads from a file
                 self._read_ahead(order)
-        for group in site.groups:
+        for group in groups:
             if group.parameters.state is GatherState.GATHERING:
                 group.parameters.finish_gather()
-        for group in site.groups:  # only now: if one gather fails, no call uses the others
+        for group in groups:  # only now: if one gather fails, no call uses the others
             group.parameters.users += 1
+        return groups
 
     def _read_ahead(self, order: Order) -> None:
         """Begin to read the slices of later sites from their file, until no buffer is free."""
-        for group in (group for site in order.coming() for group in site.groups):
+        for group in (group for unit in order.coming() for group in unit.groups):
             if not group.parameters.read_ahead():
                 return
 
@@ -260,8 +289,7 @@ class ParameterGatherer:
         if not self.param_store.can_fail:
             return
         # The largest group of ranks: an error concerns all that gather from the rank that had it.
-        groups = (group for site in self.sites.values() for group in site.groups)
-        group = max(groups, key=lambda group: group.ranks.size)
+        group = max(self.home, key=lambda group: group.ranks.size)
         with torch.inference_mode(False):  # the lane's thread writes it outside of inference mode
             flags = torch.zeros(group.ranks.size, dtype=torch.uint8, device=group.kind.device)
             group.ranks.slice_of(flags).fill_(bool(self.param_store.lost))
@@ -280,16 +308,16 @@ class ParameterGatherer:
             )
 
     def _prefetch(self, order: Order) -> None:
-        """Prefetch the next sites until enough elements are on the way: at least one site of any size.
+        """Prefetch the next units until enough elements are on the way: at least one unit of any size.
 
-        On a CPU only one site: the worker thread is busy all the time anyway. Each further site would need
+        On a CPU only one unit: the worker thread is busy all the time anyway. Each further one would need
         memory of its own, and new pages cost more time than the gather.
         """
         enough = min(self.limits.prefetch_numel, self.reach, 1 if self.lane.stops_host else sys.maxsize)
         while order.ahead < enough and order.begun < len(order.known):
             following = order.known[order.begun]
             if following.numel > self.limits.max_live - self.live:
-                return  # limits and gathered elements are equal on all ranks, so all stop at this site
+                return  # limits and gathered elements are equal on all ranks, so all stop at this unit
             order.begun += 1
             order.ahead += following.numel
             for group in following.groups:
@@ -322,16 +350,16 @@ class ParameterGatherer:
             self.order = self.training if trains else self.inference
             if self.order.begin():
                 self._log_new_order()
-        self._need(site, None if recomputed else self.order)
-        call = Call(site)
+        call = Call(site, self._need(site.unit, None if recomputed else self.order))
         site.active.append(call)
         if not recomputed and trains:  # see [Note: backward done]
             for group in site.groups:
                 home = self.home.get(group)
-                if home is not None and home is not site:
+                if home is not None and home is not site.unit:
                     home.is_used_unseen = True
         elif not recomputed and self.order is self.training:
             site.silent += 1
+            site.unit.open.add(site)
         # A recomputed call has the mark of the first one, except with re-entrant checkpointing, which runs
         # the first one under no_grad.
         if trains and not (recomputed and site.backwards_due):
@@ -364,8 +392,9 @@ class ParameterGatherer:
         if nested and not inputs:
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
-            call.site.is_used_unseen = True
+            call.site.unit.is_used_unseen = True
             return None
+        call.site.unit.open.add(call.site)
         call.site.backwards_due += 1
         call.site.marked += not recomputed
         if len(inputs) == 1 and inputs[0].layout == torch.strided:
@@ -388,16 +417,17 @@ class ParameterGatherer:
         outputs = [output] if isinstance(output, Tensor) else tensors_in(output, DEPTH)
         is_watched = self._watch(call, outputs)
         if current_backward() >= 0:  # recomputed: its backward follows
-            return self._leave(site.groups, keep=True)
+            return self._leave(site.unit, call.used, keep=True)
         if site is self.root:
             self._end_forward()
         # Backward needs the parameters soon, and other modules gather little until then.
-        is_near = is_watched and site.later is not None and 2 * site.later < self.limits.max_reuse
+        later = site.unit.later
+        is_near = is_watched and later is not None and 2 * later < self.limits.max_reuse
         keep = is_near and self.live <= self.limits.max_live
         for group in site.groups if is_watched and not keep else ():
             if group.parameters.node is not None:
                 group.parameters.keep_node_copy()
-        self._leave(site.groups, keep)
+        self._leave(site.unit, call.used, keep)
         # In training the step raises for a failed read. An exception of this forward is raised as it is.
         if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
             self.check_reads()
@@ -406,10 +436,11 @@ class ParameterGatherer:
         """Note how much forward gathers after each site, and release prefetched parameters."""
         if self.order is self.training:
             later = 0
-            for site in reversed(self.training.seen):
-                site.later = later
-                later += site.numel
+            for unit in reversed(self.training.seen):
+                unit.later = later
+                later += unit.numel
         self.order = None
+        self._release_lingering()
         # Prefetched and not reached, because this forward has failed or taken another way. If they stayed,
         # a later use would see the present values, also after a step has changed the parameters.
         for group in list(self.gathered):
@@ -439,8 +470,9 @@ class ParameterGatherer:
                 self.root.groups.append(group)
                 if group in self.home:
                     self.home[group].is_used_unseen = True
-                if self.root.active:
+                if self.root.active and (running := self.root.active[-1]) is not None:
                     group.parameters.users += 1  # until the root's forward is done
+                    running.used = (*running.used, group)
         return is_watched
 
     # Backward ------------------------------------------------------------------------------------
@@ -467,34 +499,34 @@ class ParameterGatherer:
             self.order = self.backward
             if self.order.begin():
                 self._log_new_order()
-        self._need(site, self.order)
-        call.needed = list(site.groups)
+        call.needed = self._need(site.unit, self.order)
         self.calls.add(call)
 
     @staticmethod
     def after_backward(gatherer: Gatherer, call: Call, *grads: Any) -> None:
         """Hook on the mark of a call's inputs: release its parameters, and reduce complete gradients."""
-        self, site = gatherer(), call.site
+        self, site, unit = gatherer(), call.site, call.site.unit
         if self is None:
             return
         # Not below 0: `forget` resets the number, and a graph that is kept may run backward again.
         site.backwards_due = max(0, site.backwards_due - 1)
         self.calls.discard(call)
-        needed, call.needed = call.needed, []
-        self._leave(needed)
+        needed, call.needed = call.needed, ()
+        self._leave(unit, needed)
         is_repeated_once = site.silent == 1 and not site.marked  # by re-entrant checkpointing
-        all_marked = not site.is_used_unseen and (not site.silent or is_repeated_once)
-        if site.backwards_due == 0 and all_marked:  # see [Note: backward done]
-            for group in site.reduces:
-                self.reducer.complete(group)
+        if site.backwards_due == 0 and (not site.silent or is_repeated_once):
+            unit.open.discard(site)
+            if not unit.open and not unit.is_used_unseen:  # see [Note: backward done]
+                for group in unit.reduces:
+                    self.reducer.complete(group)
 
     def end_backward(self) -> None:
         """Release the parameters of calls without a mark, at the end of backward."""
         calls, self.calls = self.calls, set()
         for call in calls:
-            needed, call.needed = call.needed, []
-            self._leave(needed)
-        self.order = None
+            needed, call.needed = call.needed, ()
+            self._leave(call.site.unit, needed)
+        self.order = self.lingering = None
         self.release_all()
         if self.param_store.is_offloaded:
             self.param_store.cancel_prefetches()
@@ -508,12 +540,14 @@ class ParameterGatherer:
         for site in self.sites.values():
             if also_due or not site.backwards_due:
                 site.backwards_due = site.silent = site.marked = 0
-                site.is_used_unseen = False
+                site.unit.open.discard(site)
+        for unit in (site.unit for site in self.sites.values()):
+            if not unit.open:
+                unit.is_used_unseen = False
 
     def check_copy(self) -> None:
         """Raise RuntimeError if parameters are released, because a copy of the module would have NaN."""
-        groups = [group for site in self.sites.values() for group in site.groups]
-        released = [group for group in groups if group.parameters.state is not GatherState.WHOLE]
+        released = [group for group in self.home if group.parameters.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
                 f"the module cannot be copied or pickled while {released[0].name} is sharded. Do it inside "

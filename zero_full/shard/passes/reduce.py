@@ -248,13 +248,14 @@ class GradientReducer:
 
     def _watch(self, group: TrainedGroup) -> None:
         """Register hooks on a group's trainable parameters."""
-        for param in (m.param for m in group.members):
-            if param.requires_grad and param not in self.hooks:
-                self.hooks[param] = [self._watch_arrival(param)]
-                if not group.gradients.uses_param_grad:
-                    has_peers = group.gradients.has_peers
-                    before = partial(_before_accumulation, self.me, weakref.ref(param), has_peers)
-                    self.hooks[param].append(param.register_hook(before))
+        with without_overrides():
+            for param in (m.param for m in group.members):
+                if param.requires_grad and param not in self.hooks:
+                    self.hooks[param] = [self._watch_arrival(param)]
+                    if not group.gradients.uses_param_grad:
+                        has_peers = group.gradients.has_peers
+                        before = partial(_before_accumulation, self.me, weakref.ref(param), has_peers)
+                        self.hooks[param].append(param.register_hook(before))
 
     def _watch_arrival(self, param: Tensor) -> RemovableHandle:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_arrived, self.me))
