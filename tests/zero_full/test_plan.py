@@ -210,9 +210,9 @@ def test_large_models_take_seconds_and_no_memory() -> None:
         assert max(each.between_steps, during) < each.peak < each.between_steps + during
 
 
-def at_stage_3(world: int = 4, **zero: Any) -> Plan:
-    """A model of 16 layers of 64 x 64 elements, none of which are small."""
-    model = layers(64, 64, 16)
+def at_stage_3(world: int = 4, depth: int = 8, **zero: Any) -> Plan:
+    """A model of layers of 64 x 64 elements, none of which are small. Eight are too large to be joined."""
+    model = layers(64, 64, depth)
     keys = {"stage3_param_persistence_threshold": 0, **zero}
     return plan_stages(model, config(0, zero_optimization=keys, **BF16), world)[3]
 
@@ -222,30 +222,33 @@ LAYER = 64 * 64
 
 def test_stage_3_keeps_slices_and_gathers_two_units_at_least() -> None:
     near = at_stage_3(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=1)
-    assert near.parameters == 16 * 2 * LAYER // 4
-    assert near.master == near.gradients == near.moments // 2 == 16 * 4 * LAYER // 4
+    assert near.parameters == 8 * 2 * LAYER // 4
+    assert near.master == near.gradients == near.moments // 2 == 8 * 4 * LAYER // 4
     assert near.gathered == 2 * 2 * LAYER
     assert near.sent == 3 * 3 * near.parameters  # two gathers and a reduction, to three others
     three = at_stage_3(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=3 * LAYER)
     assert three.gathered == (1 + 3) * 2 * LAYER
+    pairs = at_stage_3(depth=16, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=2 * LAYER)
+    assert pairs.gathered == (2 + 2) * 2 * LAYER
+    assert pairs.sent == 3 * 3 * pairs.parameters
 
 
 def test_stage_3_keeps_units_from_forward_to_backward_if_it_may() -> None:
-    assert at_stage_3().gathered == 16 * 2 * LAYER
-    assert at_stage_3().sent == 2 * 3 * (16 * 2 * LAYER // 4)
-    limited = at_stage_3(stage3_max_live_parameters=8 * LAYER)
-    assert limited.gathered == (8 + 1) * 2 * LAYER  # and one at work
-    assert limited.sent == (3 * 8 + 2 * 8) * 3 * (2 * LAYER // 4)
-    # Forward and backward through four layers are a distance of eight.
-    distant = at_stage_3(stage3_max_reuse_distance=8 * LAYER)
-    assert distant.sent == (3 * 12 + 2 * 4) * 3 * (2 * LAYER // 4)
+    assert at_stage_3().gathered == 8 * 2 * LAYER
+    assert at_stage_3().sent == 2 * 3 * (8 * 2 * LAYER // 4)
+    limited = at_stage_3(stage3_max_live_parameters=4 * LAYER)
+    assert limited.gathered == (4 + 1) * 2 * LAYER  # and one at work
+    assert limited.sent == (3 * 4 + 2 * 4) * 3 * (2 * LAYER // 4)
+    # Forward and backward through two layers are a distance of four.
+    distant = at_stage_3(stage3_max_reuse_distance=4 * LAYER)
+    assert distant.sent == (3 * 6 + 2 * 2) * 3 * (2 * LAYER // 4)
 
 
 def test_stage_3_keeps_small_parameters_whole() -> None:
     assert at_stage_3(stage3_param_persistence_threshold=LAYER).gathered == 0
     assert at_stage_3(world=1).gathered == 0
     few = {"stage3_param_persistence_threshold": LAYER, "stage3_model_persistence_threshold": 4 * LAYER}
-    assert at_stage_3(**few).parameters == 4 * 2 * LAYER + 12 * 2 * LAYER // 4
+    assert at_stage_3(**few).parameters == 4 * 2 * LAYER + 4 * 2 * LAYER // 4
 
 
 def transformer(again: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import version_of
+from zero_full._compat import own_parameters, version_of
 from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
@@ -214,7 +214,7 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
     """
     handles = []
     for inner in module.modules():
-        if next(inner.parameters(recurse=False), None) is not None:
+        if own_parameters(inner):
             handles.append(inner.register_state_dict_pre_hook(partial(_check_whole, "state_dict()")))
             handles.append(
                 inner.register_load_state_dict_pre_hook(partial(_check_whole, "load_state_dict(...)"))

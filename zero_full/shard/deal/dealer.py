@@ -209,7 +209,7 @@ class Dealer:
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
         units = choose_units(model, limit, limits.wrap, kept_whole(model, limits))
-        return join_small(units, min(limit, JOINED, limits.prefetch_numel))
+        return join_small(units, min(limit, JOINED, limits.prefetch_numel, self.param_store.prefetch_numel))
 
     def _unit(self, unit: Unit) -> Iterator[Draft]:
         kinds: dict[Kind, list[Named]] = {}

@@ -11,8 +11,8 @@ gathered once, before the first use, and released after the last.
 
 [Note: joined units] A collective has a fixed cost, so consecutive small units become one: they are gathered,
 reduced and stepped together. The parameters stay gathered from the first of its modules that is called to the
-first module outside of it. A unit is not joined if the user has named it, if it contains another one, which
-would be called in the middle of it, or if the elements that may be prefetched (0: none) do not suffice.
+first module outside of it. A unit is not joined if the user has named it, or if it contains another one that
+would be called in the middle of it. Joined units are not larger than what may be prefetched (0: nothing).
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -22,6 +22,7 @@ from itertools import takewhile
 from torch import nn
 from torch.nn import Parameter
 
+from zero_full._compat import own_parameters
 from zero_full.settings import Gathering
 from zero_full.shard.deal.leaf_modules import z3_leaf_module
 
@@ -140,7 +141,7 @@ def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Paramet
     modules = dict(model.named_modules(remove_duplicate=False))
     paths: dict[Parameter, list[list[str]]] = {}
     for name, module in modules.items():
-        for param in module.parameters(recurse=False):
+        for param in own_parameters(module):
             paths.setdefault(param, []).append(name.split(".") if name else [])
 
     def innermost(path: Sequence[str]) -> nn.Module:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, identity_of, transform_stack
+from zero_full._compat import current_backward, identity_of, own_parameters, transform_stack
 from zero_full.comm.lane import InlineLane, Lane
 from zero_full.nested import mapped, tensors_in
 from zero_full.offload import ParamStore
@@ -175,7 +175,7 @@ class ParameterGatherer:
         """Install hooks on modules inside of sites. See [Note: inner modules]."""
         unit_of = {m.param: unit for group, unit in self.home.items() for m in group.members}
         for name, module in model.named_modules():
-            held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+            held = dict.fromkeys(unit_of[p] for p in own_parameters(module) if p in unit_of)
             if module in self.sites:
                 groups = self.sites[module].groups
                 groups += [group for unit in held for group in unit.groups if group not in groups]
