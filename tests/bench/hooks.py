@@ -3,10 +3,12 @@
     python -m tests.bench.hooks
 
 One rank, so that nothing travels. A rank alone gets no hooks on its modules from `initialize`; in the last
-row they are put on by hand, as every unit has them where there are others. The last line is JSON.
+row they are put on by hand, as every unit has them where there are others. "empty hooks" are as many hooks
+that do nothing: what torch itself takes, so no engine can cost less. The last line is JSON.
 """
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,31 @@ class Plain:
         self.model.zero_grad()
 
 
+class Empty(Plain):
+    """Hooks of the same kinds on every layer, and a view of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+            layer.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook the backward of the input."""
+        passed = args[0].view_as(args[0])
+        assert passed.grad_fn is not None
+        passed.grad_fn.register_hook(nothing)
+        return (passed,), kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Hook the gradient of the output."""
+        output.register_hook(nothing)
+
+
+def nothing(*gradients: Any) -> None:
+    """Do nothing."""
+
+
 class Alone:
     """An engine on one rank."""
 
@@ -79,7 +106,12 @@ class Hooked(Alone):
         self.gatherer = ParameterGatherer(self.model, sites, InlineLane(), Gathering(), reducer, ParamStore())
 
 
-ROWS = {"no engine": Plain, "stage 3 alone": Alone, "with hooks on every layer": Hooked}
+ROWS = {
+    "no engine": Plain,
+    "empty hooks": Empty,
+    "stage 3 alone": Alone,
+    "with hooks on every layer": Hooked,
+}
 
 
 def measure() -> dict[str, Series]:
