@@ -147,6 +147,14 @@ def backward_for_inputs(*arguments: Any) -> Any:
     return stage_backward_input(*arguments)
 
 
+def discard_forward(stage: Any, micro_batch: int) -> None:
+    """Discard what a stage of torch's pipelining has kept of a micro-batch's forward pass, if anything."""
+    if hasattr(stage, "_forward_chunk_states"):  # torch 2.15 renamed it
+        stage._forward_chunk_states.pop(micro_batch, None)
+    else:
+        stage.fwd_cache.pop(micro_batch, None)
+
+
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
     """Make this process the first of `ranks` ranks of torch.distributed, whose collectives move no data."""
