@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zero_full._compat import discard_forward
+from zero_full._compat import accept_any_loss, discard_forward
 from zero_full.config import Config
 from zero_full.nested import mapped
 from zero_full.pipeline.handover import Handover, joined
@@ -160,6 +160,8 @@ class Stage(PipelineStage):
         gives = torch.empty((), device="meta") if chunk.is_last else chunk.gives.carriers("meta", True)
         super().__init__(chunk, chunk.stage, total, chunk.device, takes, gives, group=group)
         self.chunk, self.reducer = chunk, reducer
+        if chunk.is_last:
+            accept_any_loss(self)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run forward of one micro-batch."""
