@@ -72,20 +72,21 @@ gpu-rehearsal:  ## a day on GPUs, on the CPU: in calls of 9.5 minutes, of which 
 gpu-page: .venv/ready  ## take the results of gpu-day into the site's page on GPUs (ARCHIVE=gpu-day.zip)
 	$(BIN)/python -m tests.gpu.day.page $(if $(ARCHIVE),--archive $(ARCHIVE),--folder build/gpu-day)
 
-# The oldest torch that is supported, on Python 3.12 if there is one. Its wheel brings gigabytes of CUDA, and the
-# tests then run on the CPU.
-MATRIX := build/matrix
-OLDEST := $(shell sed -n 's/^  "torch>=\(.*\)",.*/\1/p' pyproject.toml)
-$(MATRIX)/ready: PYTHON_OF := $(or $(GIVEN),$(shell python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null),python3)
+# The oldest torch that is supported on Python 3.12, if there is one; or the pair that TORCH and PYTHON name. Each pair
+# has an environment of its own: a wheel of torch brings gigabytes of CUDA, and the tests then run on the CPU.
+TORCH := $(shell sed -n 's/^  "torch>=\(.*\)",.*/\1/p' pyproject.toml)
+MATRIX_PYTHON := $(or $(GIVEN),$(shell python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null),python3)
+MATRIX := build/matrix/torch-$(TORCH)-$(notdir $(MATRIX_PYTHON))
 $(MATRIX)/ready: pyproject.toml constraints.txt
-	@$(PYTHON_OF) -m venv $(MATRIX)
+	@$(MATRIX_PYTHON) -m venv $(MATRIX)
 	grep -v '^torch==' constraints.txt > $(MATRIX)/constraints.txt
-	$(MATRIX)/bin/python -m pip install --quiet -c $(MATRIX)/constraints.txt 'torch==$(OLDEST).*'
+	$(MATRIX)/bin/python -m pip install --quiet -c $(MATRIX)/constraints.txt 'torch==$(TORCH).*'
 	$(MATRIX)/bin/python -m pip install --quiet -c $(MATRIX)/constraints.txt -e '.[learn,site,dev]'
 	@touch $@
 
-test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch that is supported, and Python 3.12 (6 GB in build/matrix)
-	ZERO_FULL_NO_BROWSER=1 $(MATRIX)/bin/python -m pytest -q -m "$(WHICH)" tests
+test-matrix: BIN := $(MATRIX)/bin
+test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch, and Python 3.12; or TORCH=2.15.0 PYTHON=python3.13 (6 GB each)
+	@export ZERO_FULL_NO_BROWSER=1; $(SUITE)
 
 bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers beside peers that are installed (40 minutes, quiet machine)
 	@mkdir -p build/bench

@@ -116,7 +116,9 @@ def summary(outputs: list[list[str]], codes: list[int], seconds: float) -> str:
     """What failed, and how many tests there were, over all processes."""
     counts = Counter[str]()
     for lines in outputs:
-        for count, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", lines[-1] if lines else ""):
+        # What a library prints while the process ends stands behind pytest's last line.
+        last = next((line for line in reversed(lines) if re.search(r"\d \w+.* in \d+\.\d+s", line)), "")
+        for count, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last):
             counts[what] += int(count)
     failed = [line for lines in outputs for line in lines if re.match(r"(FAILED|ERROR) ", line)]
     ends = [f"process {number} ended with code {code}\n" for number, code in enumerate(codes, 1) if code]

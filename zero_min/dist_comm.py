@@ -145,6 +145,7 @@ class DistComm(Comm):
         work = self._guard(call, lambda: _all_gather_single(flat, part, async_op=True))
 
         def wait() -> None:
+            assert work is not None  # as it is without async_op
             try:
                 work.wait()
             except RuntimeError as error:

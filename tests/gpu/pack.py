@@ -1,7 +1,7 @@
 """Packs what a bare machine lacks: wheels and, if asked for, compiled operators, into a folder git ignores.
 
     python -m tests.gpu.pack                                  where there is a network
-    python -m tests.gpu.pack --arch 90 --python build/matrix/bin/python
+    python -m tests.gpu.pack --arch 90 --python build/matrix/torch-2.11-python3.12/bin/python
 
 A bare machine has Python 3.12, torch 2.11 for CUDA 13.0, nvcc, pytest, hypothesis, rich, safetensors and
 matplotlib, and no network. Take the checkout there with this folder in it, and `make gpu-day PYTHON=python3`

@@ -36,6 +36,7 @@ def copied(source: Path, place: Path) -> Path:
 
 
 Change = Callable[[Path, pytest.MonkeyPatch, Compiler, Compiler], object]
+CUDA = "libtorch_cuda.so"  # of a torch that is built for GPUs
 
 
 def other_source(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
@@ -44,13 +45,15 @@ def other_source(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
     patch.setattr(builder, "sources", lambda: copy)
 
 
-def other_torch(version: bytes, library: str = "") -> Change:
+def other_torch(version: bytes = b"", library: str = "") -> Change:
+    """Move torch, to another version if given; add this library, or remove it where torch has it."""
+
     def change(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
-        mine = place / "torch"
+        mine, installed = place / "torch", toolchain.torch_home()
         (mine / "lib").mkdir(parents=True)
-        (mine / "version.py").write_bytes(version or (toolchain.torch_home() / "version.py").read_bytes())
-        if library:
-            (mine / "lib" / library).touch()
+        (mine / "version.py").write_bytes(version or (installed / "version.py").read_bytes())
+        if (installed / "lib" / CUDA).exists() != (library == CUDA):
+            (mine / "lib" / CUDA).touch()
         patch.setattr(builder, "torch_home", lambda: mine)
 
     return change
@@ -63,7 +66,7 @@ def other_flags(name: str) -> Change:
 WHAT: dict[str, Change] = {  # found by everybody
     "a source": other_source,
     "torch": other_torch(b"__version__ = '9.9'"),
-    "a linked library": other_torch(b"", "libtorch_cuda.so"),
+    "a linked library": other_torch(library=CUDA),
     "nvcc's flags": other_flags("CUDA"),
     "the binding's flags": other_flags("BINDING"),
     "the machine": lambda place, patch, *_: patch.setattr(platform, "machine", lambda: "another"),
@@ -98,7 +101,7 @@ def test_torch_elsewhere_and_sources_elsewhere_make_the_same_library(
     before = {part: builder.content_hash(part) for part in builder.PARTS}
     copy = copied(ROOT / "csrc", tmp_path / "csrc")
     monkeypatch.setattr(builder, "sources", lambda: copy)
-    other_torch(b"")(tmp_path, monkeypatch)  # type: ignore[call-arg]
+    other_torch()(tmp_path, monkeypatch)  # type: ignore[call-arg]
     assert {part: builder.content_hash(part) for part in builder.PARTS} == before
 
 

@@ -139,3 +139,9 @@ def test_an_error_while_tests_are_collected_fails_the_whole(tmp_path: Path) -> N
 def test_a_process_that_dies_fails_the_whole() -> None:
     said = suite.summary([["3 passed in 1.00s\n"], ["Segmentation fault\n"]], [0, -11], 61.0)
     assert said == "process 2 ended with code -11\n3 passed in 1 min 1 s"
+
+
+def test_tests_are_counted_where_a_library_prints_at_the_end_of_the_process() -> None:
+    counts = "1 failed, 3 passed, 2 deselected in 77.67s (0:01:17)\n"
+    said = suite.summary([["..F.\n", counts, "nanobind: leaked 4 instances!\n"], [counts]], [1, 0], 61.0)
+    assert said == "process 1 ended with code 1\n2 failed, 6 passed in 1 min 1 s"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zero_full._compat import accept_any_loss, discard_forward
 from zero_full.config import Config
 from zero_full.nested import mapped
 from zero_full.pipeline.handover import Handover, joined
@@ -159,6 +160,8 @@ class Stage(PipelineStage):
         gives = torch.empty((), device="meta") if chunk.is_last else chunk.gives.carriers("meta", True)
         super().__init__(chunk, chunk.stage, total, chunk.device, takes, gives, group=group)
         self.chunk, self.reducer = chunk, reducer
+        if chunk.is_last:
+            accept_any_loss(self)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run forward of one micro-batch."""
@@ -178,7 +181,7 @@ class Stage(PipelineStage):
             self.dw_runner[bwd_chunk_id] = _nothing  # the part for weights
         self._pass(partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs), bwd_chunk_id)
         if self.chunk.batch.failure is not None:
-            self.fwd_cache.pop(bwd_chunk_id, None)
+            discard_forward(self, bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * (1 if self.chunk.takes is None else 0)
             self.dw_runner[bwd_chunk_id] = _nothing
         if self.chunk.takes is not None:  # the stage before expects a gradient of each tensor
