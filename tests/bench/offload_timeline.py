@@ -142,7 +142,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiers: dict[str, Tier] = {
             "state on the host": HostTier(),
-            "state in a file": BlockTier(path=folder, part_numel=WIDTH * WIDTH),
+            "state in a file": BlockTier(
+                path=folder, part_numel=WIDTH * WIDTH, state_numel=2 * WIDTH * WIDTH
+            ),
         }
         found = {name: recorded(tier) for name, tier in tiers.items()}
     print("| row | lane | times | at work, ms | first | last |\n|---|---|--:|--:|--:|--:|")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bench import checkpoint
+from tests.bench import checkpoint, recovery
 from tests.bench.checkpoint import BESIDE, COPY, DEEPSPEED, LOAD, OURS, PEERS, SAVE, Found, Plan
 from tests.bench.checkpoint_rows import Saver, check
 from tests.worlds import POOL
@@ -68,3 +68,16 @@ def test_bandwidth_is_that_of_all_ranks_and_what_is_missing_is_said() -> None:
     assert rows[f"save and load: {DEEPSPEED}"][0] == "not installed"
     values = [(ratio.value, ratio.met) for ratio in checkpoint.ratios(found)]
     assert values == [(pytest.approx(1.2), True), (0.5, None), (2.0, None)]
+
+
+@pytest.mark.rotates
+def test_a_small_run_saves_beside_its_steps_and_comes_back_after_a_kill(tmp_path: Path) -> None:
+    found = recovery.measure(recovery.Plan(str(tmp_path), "50k", 2, 1, length=8), ["steps", "kill"], 100)
+    assert {*found.steps} == {*found.kills} == {*recovery.BUILDERS}
+    timed = {recovery.BEFORE, recovery.CALL, recovery.AFTER, recovery.WRITTEN}
+    assert all({*times} == timed for times in found.steps.values())
+    assert all(series[0][0] > 0 for times in found.steps.values() for series in times.values())
+    assert all(series[0][0] > 0 for times in found.kills.values() for series in times.values())
+    met = [(ratio.name, ratio.target) for ratio in recovery.ratios(found) if ratio.target is not None]
+    assert [target for _, target in met] == [recovery.STALL_TARGET, 1]
+    assert recovery.report(found).count("| zero_full") == recovery.report(found).count("| FSDP2 + DCP") == 2

@@ -49,7 +49,11 @@ TIERS: dict[str, dict[str, Any]] = {  # of masters and the optimizer's state
     "host, by copies and half": {"device": "cpu", "ratio": 0.5},
     "host, delayed": {"device": "cpu", "delay_update_after": 1},
     "host, by copies and delayed": {"device": "cpu", "delay_update_after": 1},
-    "disk": {"device": "nvme", "nvme_path": FOLDER},
+    "disk": {
+        "device": "nvme",
+        "nvme_path": FOLDER,
+        "max_in_cpu": 240,
+    },  # eight parts, as small as in `run.py`
 }
 PARAM_TIERS: dict[str, dict[str, Any]] = {
     "device": {},

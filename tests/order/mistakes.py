@@ -19,7 +19,6 @@ from zero_full.comm import lane
 from zero_full.comm.lane import Job, Pending, StreamLane
 from zero_full.offload.host_device_copies import HostGradientSlice
 from zero_full.offload.nvme_params import Buffer
-from zero_full.offload.nvme_state import Block, OpenNvmeTier
 from zero_full.offload.param_store import HostParamSlice
 from zero_full.shard.group.checksum import fingerprint
 from zero_full.shard.group.master import Master
@@ -33,7 +32,10 @@ from zero_full.shard.step.peers import Trip
 TWO = {"gradient_accumulation_steps": 2}
 BF16 = {"bf16": {"enabled": True}}
 HOST = {"offload_optimizer": {"device": "cpu"}}
-STATE_IN_FILE = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 2 * WIDTH * (WIDTH + 1)}
+STATE_IN_FILE = {
+    "offload_optimizer": {"device": "nvme", "max_in_cpu": 0},
+    "sub_group_size": 2 * WIDTH * (WIDTH + 1),
+}
 PARAMS_ALONE = {"offload_param": {"device": "cpu"}}
 PARAMS_ON_HOST = {**HOST, "offload_param": {"device": "cpu"}}
 PARAMS_IN_FILE = {**HOST, "offload_param": {"device": "nvme", "max_in_cpu": 0}}
@@ -298,14 +300,6 @@ def settle_unfinished(self: Master) -> None:
         self.sending, self.on_device = None, fingerprint(self.parameters.shard)
 
 
-def read_into_one_buffer(self: OpenNvmeTier, which: int, blocks: Sequence[Block]) -> list[Tensor]:
-    """The next part is read over the part that is stepped or written."""
-    return WINDOWS(self, 0, blocks)
-
-
-WINDOWS = OpenNvmeTier._windows
-
-
 def wait_unless_uploading(self: SimStream, other: SimStream) -> None:
     """Slices go up into memory that another stream still uses."""
     if "param_store" not in self.name:
@@ -394,11 +388,6 @@ MISTAKES = {
         instead(Buffer, "synchronize", lambda self: None),
         Case(3, keys=BF16, zero=PARAMS_IN_FILE),
         "nvme_params",
-    ),
-    "state is read over state": Mistake(
-        instead(OpenNvmeTier, "_windows", read_into_one_buffer),
-        Case(3, keys=BF16, zero=STATE_IN_FILE),
-        "aligned_empty",
     ),
     "a checkpoint is written while it is copied": Mistake(
         instead(SimStream, "synchronize", lambda self: None),

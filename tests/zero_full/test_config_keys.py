@@ -80,7 +80,7 @@ OFFLOAD_OPTIMIZER: dict[str, Any] = json.loads(
   "cpuadam_cores_perc": 0.8
 }"""
 )
-OWN = {"delay_update_after": None}  # that DeepSpeed has not
+OWN = {"delay_update_after": None, "max_in_cpu": 2**25}  # that DeepSpeed has not
 
 
 def test_every_key_of_deepspeed_is_known_with_its_default() -> None:

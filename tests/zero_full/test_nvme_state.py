@@ -23,12 +23,12 @@ from zero_full.offload.nvme_state import OpenNvmeTier
 PART = 100  # elements
 
 
-def engine_of(path: Path | str, stage: int = 1, **keys: Any) -> Any:
-    """An engine whose state waits in a file."""
+def engine_of(path: Path | str, stage: int = 1, in_memory: int = 0, **keys: Any) -> Any:
+    """An engine whose state waits in a file; so many elements of it, or two parts, are in memory."""
     torch.manual_seed(0)
     zero = {"stage": stage, "reduce_bucket_size": PART, "sub_group_size": PART}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100} if stage == 3 else {}
-    zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(path)}
+    zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(path), "max_in_cpu": in_memory}
     return zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero, **keys))[0]
 
 
@@ -71,18 +71,26 @@ def in_the_file(tensor: Tensor) -> bool:
 
 def what_is_held(comm: Any, stage: int, path: str) -> tuple[int, int, int, bool, int]:
     engine = engine_of(path, stage)
-    go(engine, 0, 1, rank=comm.rank)
+    go(engine, 0, 1, 2, rank=comm.rank)
     tier, kept = tier_of(engine), engine.optimizer.holdings()["disk"]
-    at_rest = all(in_the_file(tensor) for tensor in kept if tensor.numel())
+    resting = {block for block in tier.blocks.values() if block not in tier.places.begins}
+    at_rest = bool(resting) and all(
+        in_the_file(tensor) is (tier.blocks[group] in resting)
+        for group in engine.optimizer.trained
+        for tensor in engine.optimizer.steppers.tensors_of(group)
+        if tensor.numel()
+    )
     largest = max(block.padded_size for block in tier.blocks.values())
     before = tier.read_bytes, tier.written_bytes
-    go(engine, 2, rank=comm.rank)
+    go(engine, 3, rank=comm.rank)
     moved = tier.read_bytes - before[0], tier.written_bytes - before[1]
     state = sum(tensor.nbytes for tensor in kept)
-    buffers = sum(buffer.numel() for buffer in tier.buffers)
-    assert moved[0] == moved[1] == sum(block.padded_size for block in tier.blocks.values())
+    size = sum(block.padded_size for block in tier.blocks.values())
     count_of_blocks = len(tier.blocks)
-    assert state <= moved[0] <= state + count_of_blocks * (4096 + 64 * 20)
+    assert state <= size <= state + count_of_blocks * (4096 + 64 * 20)
+    assert 0 < moved[0] == sum(block.padded_size for block in resting) < size
+    assert moved[1] == size - sum(block.padded_size for block in tier.places.begins)
+    buffers = sum(memory.numel() for memory in tier.held())
     engine.destroy()
     return buffers, largest, state, at_rest, count_of_blocks
 
@@ -107,7 +115,7 @@ def anonymous():
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(40)])
-settings = zero_full.Settings(tier=BlockTier(path=sys.argv[1], part_numel=600_000))
+settings = zero_full.Settings(tier=BlockTier(path=sys.argv[1], part_numel=600_000, state_numel=1_200_000))
 shard = zero_full.assemble.shard  # with all that it imports
 before = anonymous()
 optimizer = shard(model, torch.optim.AdamW(model.parameters()), settings)

@@ -30,9 +30,9 @@ PLACES: dict[str, dict[str, Any]] = {
 STAGES = [1, 2]
 
 
-def engine_of(stage: int, place: str, path: str) -> Any:
+def engine_of(stage: int, place: str, path: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    state = {**PLACES[place], **({"nvme_path": path} if place == "disk" else {})}
+    state = {**PLACES[place], **({"nvme_path": path} if place == "disk" else {}), **more}
     zero = {"stage": stage, "reduce_bucket_size": 150, "offload_optimizer": state}
     return zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))[0]
 
@@ -126,7 +126,7 @@ def go(engine: Any, *steps: int) -> None:
 def after_loading(path: str, where: str, error: type[BaseException]) -> list[Tensor]:
     """A step that somebody ends when its second part is about to be moved; then a load, and further steps."""
     with mock.patch("zero_full.start.from_config.BlockTier", partial(BlockTier, part_numel=60)):
-        engine = engine_of(1, "disk", path)
+        engine = engine_of(1, "disk", path, max_in_cpu=0)
     go(engine, 0, 1)
     saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenNvmeTier, where, None), []
     go(engine, 2)
@@ -153,7 +153,7 @@ def after_loading(path: str, where: str, error: type[BaseException]) -> list[Ten
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_who_ends_a_step_in_the_middle_and_loads_goes_on(error: type[BaseException], tmp_path: Path) -> None:
     wanted = after_loading(str(tmp_path), "nowhere", error)
-    for where in ("_start_read", "_wait_for_read", "_write_back", "_move_to_file"):
+    for where in ("_start_read", "_wait_for_read", "_write_back", "_note_new_tensors"):
         found = after_loading(str(tmp_path), where, error)
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), where
 

@@ -127,7 +127,7 @@ def delay_conflicts(config: Config) -> Iterator[Rule]:
         if state.device == "none":
             yield Rule(key, "without offload there is no update to delay", instead, (device,))
         if state.device == "nvme":
-            yield Rule(key, "NVMe offload keeps state in memory only during a step", instead, (device,))
+            yield Rule(key, "NVMe offload keeps most state in memory only during a step", instead, (device,))
         if parameters is not None and parameters.device != "none":
             yield Rule(key, "offload_param updates parameters within the step", "remove one of them")
         if state.ratio != 1:
@@ -190,7 +190,8 @@ def ineffective_keys(config: Config) -> Iterator[Rule]:
             yield Rule(f"aio.{key}", why, "", (f"{STATE}.device", f"{PARAMETERS}.device"))
     if state is not None and state.device != "nvme":
         why = f'the device is "{state.device}"'
-        yield Rule(f"{STATE}.nvme_path", why, "", (f"{STATE}.device",))
+        for key in ("nvme_path", "max_in_cpu"):
+            yield Rule(f"{STATE}.{key}", why, "", (f"{STATE}.device",))
     if parameters is not None and parameters.device != "nvme":
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
             why = f'the device is "{parameters.device}"'

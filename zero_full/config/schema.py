@@ -48,7 +48,7 @@ ONE_NUMBER = idle(
 OLD_OFFLOAD_PARAM = missing("deprecated", 'write "offload_param": {"device": "cpu"}', when=is_on)
 BLOCKS = idle("each thread transfers one block at a time: see intra_op_parallelism and block_size")
 EARLY_STEPS = idle("the host steps after backward, because beginning earlier did not make a step shorter")
-OVERLAPPED = idle("reads, steps and writes always overlap, with two parts of the state in memory")
+OVERLAPPED = idle("reads, steps and writes always overlap; max_in_cpu is the state that stays in memory")
 TP_SIZES = ("autotp_size", "tp_size", "tp.tp_size")
 AUTO_TP = missing("automatic tensor parallelism is not implemented", "use 1", *TP_SIZES, when=more_than_one)
 OTHER_MONITOR = idle("not implemented: use jsonl_monitor, csv_monitor, tensorboard or wandb", "enabled")
@@ -185,6 +185,7 @@ class OffloadOptimizerConfig(Strict):
     pipeline_read: Annotated[Flag, OVERLAPPED] = False
     pipeline_write: Annotated[Flag, OVERLAPPED] = False
     fast_init: Annotated[Flag, idle("state is created in the first step")] = False
+    max_in_cpu: Size = 2**25
     ratio: Share = 1.0
     super_offload: Annotated[Flag, EARLY_STEPS] = False
     delay_update_after: Size | None = None

@@ -76,7 +76,7 @@ class Arena:
         self.free: dict[int, list[int]] = {}  # first bytes of the free regions, by size
         for size, start in zip(reversed(sizes), reversed(places.starts), strict=True):
             self.free.setdefault(size, []).append(start)
-        self.memory = _pages(self.size) if self.size else None
+        self.memory = anonymous_pages(self.size) if self.size else None
         self.locked, self.closed = 0, False
         # The registration must end before the pages are freed, also without a call of `close`.
         registered: list[int] = []
@@ -108,7 +108,7 @@ class Arena:
         self.locked, self.closed, self.memory, self.free = 0, True, None, {}
 
 
-def _pages(size: int) -> mmap.mmap:
+def anonymous_pages(size: int) -> mmap.mmap:
     """Map private anonymous pages, of which a forked child has a copy."""
     try:
         if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where no process is forked

@@ -1,18 +1,14 @@
-"""Optimizer state in a file, in memory during its own part of a step only (ZeRO-Infinity).
+"""Optimizer state in a file, of which host memory holds a part (ZeRO-Infinity).
 
-[Note: two buffers] A step takes the parts in order. While one is stepped in one buffer, a lane writes the
-previous part from the other buffer and then reads the next part into it:
+[Note: state in memory] in `block_memory.py` is about the order of reads and writes. They take turns on one
+lane, because a disk that does both at once is slower. Transfers bypass the page cache where the file system
+allows it.
 
-    stepped      0            1            2            3
-    lane      read 1     write 0 read 2   write 1 read 3   write 2      write 3
-
-So memory holds two parts, and a step takes as long as the longer of computation and transfer. Transfers
-bypass the page cache where the file system allows it.
-
-[Note: at rest] Between steps the tensors of a part are windows into the file, mapped as memory. So code that
-reads or writes them (a checkpoint, `safe_get_full_fp32_param`, a load) does not depend on the tier, and the
-system caches and drops their pages as memory allows. The tensors of a part are contiguous in the file, as in
-the buffer. Tensors made by a first step or a load are in ordinary memory until they are first written.
+[Note: at rest] Between steps no transfer is under way. The tensors of a block are in memory, or they are
+windows into the file, mapped as memory. So code that reads or writes them (a checkpoint,
+`safe_get_full_fp32_param`, a load) does not depend on the tier. The system caches and drops the pages of a
+window as memory allows. The tensors of a block are contiguous in the file, as in memory. Tensors made by a
+first step or a load are in ordinary memory until they are first written.
 
 [Note: what can go wrong] Written parts have checksums, which are compared when they are read. A part that
 cannot be written stays in memory, and so do all later ones: the step is finished, everything can be saved,
@@ -21,21 +17,24 @@ step raises on all ranks.
 """
 
 import ctypes
+import mmap
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, ThreadLane
-from zero_full.kernels.files import BlockIO, aligned_empty
+from zero_full.kernels.files import PAGE, BlockIO, Transfer, aligned_empty
 from zero_full.layout.flat import rounded_up
-from zero_full.offload.arena import page_locker
+from zero_full.offload.arena import anonymous_pages, page_locker
+from zero_full.offload.block_memory import BlockMemory, Read, Write, memory_for
 from zero_full.offload.host_device_copies import CopyThreads
 from zero_full.offload.nvme_params import BufferPool, NvmeParamStore
 from zero_full.offload.param_store import ParamStore
@@ -51,6 +50,8 @@ from zero_full.offload.storage import FileStorage
 from zero_full.offload.tiers import FREED, HostTier, Owned, Tier
 
 APART = 64  # bytes: every tensor begins at a multiple of them
+PIECE = 2**24  # bytes that are read and checked at a time, while the next pieces are read
+PIECES = 4  # that are read at a time
 TensorsOf = Callable[[Any], list[Tensor]]
 
 
@@ -62,7 +63,8 @@ class BlockTier(HostTier):
     """
 
     path: str | Path = ""
-    part_numel: int = 2**24  # elements stepped at a time, or one slice of parameters if that has more
+    part_numel: int = 2**22  # elements stepped at a time, or one slice of parameters if that has more
+    state_numel: int = 2**25  # elements of which the state stays in memory; more if two parts have more
     buffer_numel: int = 2**27  # elements of parameters in buffers; more if one unit needs more
     memory_numel: int = 0  # elements of parameters that stay in memory
     threads: int = 4
@@ -77,9 +79,11 @@ class BlockTier(HostTier):
         if not str(self.path):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path).")
         if self.delay_after is not None:
-            raise ValueError("BlockTier cannot delay updates: its state is in memory during a step only.")
+            raise ValueError("BlockTier cannot delay updates: its state is not all in memory between steps.")
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
+        if self.state_numel < 0:
+            raise ValueError(f"state_numel must be at least 0, not {self.state_numel}")
 
     @property
     def copied_numel(self) -> int:  # type: ignore[override]
@@ -87,7 +91,7 @@ class BlockTier(HostTier):
         return min(Tier.copied_numel, self.buffer_numel)
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
-        """Return the tier of a run, with its file, buffers and threads, and host memory for copies."""
+        """Return the tier of a run, with its file, memory and threads, and host memory for copies."""
         return OpenNvmeTier(self, self._file(), HostTier(self.pin_memory).open(sizes, device))
 
     def param_store(self, device: torch.device) -> ParamStore:
@@ -103,7 +107,7 @@ class BlockTier(HostTier):
 
 
 class Block:
-    """The contiguous layout of a slice's tensors: in a buffer during their step, in the file at rest."""
+    """The contiguous layout of a slice's tensors, in memory and in the file."""
 
     def __init__(self, tensors: Sequence[Tensor], before: tuple[int, int] | None) -> None:
         """Lay out the tensors. The first is the master, of which others may be views.
@@ -112,6 +116,7 @@ class Block:
         """
         self.before = before
         master, self.size, self.places = tensors[0], 0, list[int]()
+        self.numel = master.numel()
         self.inside = [tensor is not master and _is_window(tensor, master) for tensor in tensors]
         for tensor, inside in zip(tensors, self.inside, strict=True):
             self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
@@ -119,6 +124,7 @@ class Block:
                 self.size += rounded_up(tensor.nbytes, APART)
         self.begin: int | None = None  # first byte in the file; None: not written yet
         self.checksums: Tensor | None = None  # checksums of the bytes in the file
+        self.window = torch.empty(0, dtype=torch.uint8)  # the memory of the tensors, or of their next read
         self.at: list[int] = []  # the tensors' addresses after the last `put`
         self.versions: list[int] = []  # the tensors' versions after the last `put`
         self.rests = False  # whether the tensors are windows into the file
@@ -126,8 +132,13 @@ class Block:
 
     @property
     def padded_size(self) -> int:
-        """Bytes in a buffer and in the file."""
+        """Bytes in memory and in the file."""
         return bytes_of_block([self.size])
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether it was written to the file. Then it is read to a place in memory."""
+        return self.begin is not None and self.kept is None
 
     @property
     def space(self) -> tuple[int, int] | None:
@@ -152,6 +163,7 @@ class Block:
         windows = self.windows(tensors, memory, copy)
         for tensor, window in zip(tensors, windows, strict=True):
             tensor.data = window
+        self.window = memory
         self.at, self.rests = [tensor.data_ptr() for tensor in tensors], False
         self.versions = [version_of(tensor) for tensor in tensors]
 
@@ -161,44 +173,46 @@ class Block:
 
 
 def bytes_of_block(sizes: Iterable[int]) -> int:
-    """Return the size of a block of tensors of these sizes, in a buffer and in the file."""
+    """Return the size of a block of tensors of these sizes, in memory and in the file."""
     return whole_pages(sum(rounded_up(size, APART) for size in sizes))
 
 
-@dataclass
-class LoadedPart:
-    """A part of the state during a step: each slice's block, and its window into the buffer."""
+class Piece(NamedTuple):
+    """A part of a block that is being read."""
 
-    part: Sequence[Any]
-    blocks: list[Block]
-    windows: list[Tensor]
-    reading: Pending
+    block: Block
+    window: Tensor
+    first_page: int
+    sums: Tensor | None  # checksums of the whole block; None: unknown
+    transfer: Transfer | OSError
 
 
 class OpenNvmeTier(FileStorage, Tier):
     """A `BlockTier` in a run. See the notes at the top."""
 
     is_offloaded, kind, moves, contents = True, BlockTier.kind, True, "the optimizer's state"
+    alternates = True
 
     def __init__(self, choice: BlockTier, file: SpillFile, host: Tier) -> None:
         """`host` is the tier that copies gradients from a device and parameters to it."""
         super().__init__(file, ThreadLane("zero_full-blocks"))
-        self.part_numel, self.host = choice.part_numel, host
-        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.part_numel, self.state_numel, self.host = choice.part_numel, choice.state_numel, host
+        self.places = BlockMemory[Block](0)
+        self.memory: mmap.mmap | None = None  # of the size of `places`
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
         self.rooms: dict[int, tuple[int, int]] = {}  # by address: first byte in the file, size
 
     def close(self) -> None:
-        """End threads and file, and free the buffers."""
+        """End threads and file, and free the memory."""
         super().close()
         self.host.close()
-        self.buffers.clear()
+        self.places, self.memory = BlockMemory(0), None
         self.blocks.clear()
         self.lost = self.lost or FREED
 
     def held(self) -> Sequence[Tensor]:
-        """Return the two buffers."""
-        return [buffer for buffer in self.buffers if buffer.numel()]
+        """Return the memory for blocks."""
+        return [self._memory_at(0, self.places.size)] if self.places.size else []
 
     def moved(self) -> dict[str, int]:
         """Return the bytes of blocks that steps read and wrote. Saves and other access are not counted."""
@@ -225,94 +239,150 @@ class OpenNvmeTier(FileStorage, Tier):
     def load_parts(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
     ) -> Generator[Sequence[Owned]]:
-        """Yield each part when it is in its buffer. See [Note: two buffers]."""
+        """Yield each part when it is in memory. See [Note: state in memory] in `block_memory.py`."""
+        reading = deque[tuple[Sequence[Block], Pending]]()
         try:
-            turn = self._start_read(parts[0], tensors_of, 0) if parts else None
-            for number, part in enumerate(parts):
-                assert turn is not None
-                now, later = turn, parts[number + 1 :]
-                self._wait_for_read(now, tensors_of)
-                try:
-                    turn = self._start_read(later[0], tensors_of, number + 1) if later else None
-                    yield part
-                finally:
-                    self._write_back(now, tensors_of)
+            blocks = [[self._block_of(owned, tensors_of(owned)) for owned in part] for part in parts]
+            self._size_memory(blocks, tensors_of)
+            owners = {block: owned for owned, block in self.blocks.items()}
+            for event in self.places.sweep(blocks):
+                if isinstance(event, Write):
+                    self._write_back(event.block, tensors_of(owners[event.block]))
+                elif isinstance(event, Read):
+                    reading.append((event.blocks, self._start_read(event.blocks, owners, tensors_of)))
+                else:
+                    part = parts[event.number]
+                    self._wait_for_read(part, blocks[event.number], *reading.popleft(), tensors_of)
+                    try:
+                        yield part
+                    finally:
+                        self._note_new_tensors(part, tensors_of)
         finally:
-            self._finish_step(parts, tensors_of)
-
-    def _start_read(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> LoadedPart:
-        """Queue the read of a part on the lane."""
-        blocks = [self._block_of(owned, tensors_of(owned)) for owned in part]
-        windows, there = self._windows(number % 2, blocks), list[tuple[Block, Tensor, Tensor | None]]()
-        for owned, block, window in zip(part, blocks, windows, strict=True):
-            if block.begin is not None and block.kept is None:
-                there.append(
-                    (block, window, None if block.was_written(tensors_of(owned)) else block.checksums)
-                )
-        return LoadedPart(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
+            self._finish_step(tensors_of)
 
     def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
         """Return the slice's block; a new one, with nothing in the file, if its tensors have changed."""
         block = self.blocks.get(owned)
         if block is None or not block.is_of(tensors):
             before = self.rooms.pop(tensors[0].data_ptr(), None) if block is None else block.space
-            block = self.blocks[owned] = Block(tensors, before)
+            made = self.blocks[owned] = Block(tensors, before)
+            if block in self.places.begins:  # where some of the tensors may still be
+                made.put(tensors, aligned_empty(made.padded_size, torch.uint8), copy=True)
+                self.places.free(block)
+            block = made
         return block
 
-    def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
-        """Return a window for each block into one of the two buffers, which grows to the largest part."""
-        size = sum(block.padded_size for block in blocks)
-        if self.buffers[which].numel() < size:
-            self.lane.drain()  # no transfer uses the old buffer
-            self.buffers[which] = aligned_empty(size, torch.uint8)
-        return list(self.buffers[which][:size].split([block.padded_size for block in blocks]))
+    def _size_memory(self, blocks: Sequence[Sequence[Block]], tensors_of: TensorsOf) -> None:
+        """Allocate larger memory if blocks in the file have been added."""
+        largest = max(
+            (sum(each.padded_size for each in part if each.is_in_file) for part in blocks), default=0
+        )
+        known = [block for block in self.blocks.values() if block.is_in_file]
+        state, numel = sum(block.padded_size for block in known), sum(block.numel for block in known)
+        wanted = memory_for(state, numel, largest, self.state_numel)
+        if wanted > self.places.size:
+            for owned, block in self.blocks.items():
+                if block in self.places.begins:
+                    self.places.free(block)
+                    self._write_back(block, tensors_of(owned))
+            self.lane.drain()
+            self.places, self.memory = BlockMemory(wanted), anonymous_pages(wanted)
+
+    def _memory_at(self, begin: int, size: int) -> Tensor:
+        """Return bytes of the memory for blocks, as a storage of their own."""
+        assert self.memory is not None
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=begin)
+
+    def _start_read(
+        self, blocks: Sequence[Block], owners: Mapping[Block, Any], tensors_of: TensorsOf
+    ) -> Pending:
+        """Queue reads of blocks on the lane."""
+        there = list[tuple[Block, Tensor, Tensor | None]]()
+        for block in blocks:
+            block.window = self._memory_at(self.places.begins[block], block.padded_size)
+            known = not block.was_written(tensors_of(owners[block]))
+            there.append((block, block.window, block.checksums if known else None))
+        return self.lane.submit(partial(self._read, there), [], [])
 
     def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
         """Read blocks, and compare checksums where they are known. Runs on the lane."""
+        reading, wrong = deque[Piece](), dict[Block, str]()
         for block, window, sums in there:
-            assert block.begin is not None
-            try:
-                self.file.read(window, block.begin).wait()
-                self.read_bytes += window.numel()
-                wrong = "" if sums is None or torch.equal(page_checksums(window), sums) else DAMAGED
-            except OSError as error:
-                wrong = str(error)
-            if wrong:
-                window.fill_(NAN_BYTE)
-                self.on_read_error(wrong)
+            for number, piece in enumerate(window.split(PIECE)):
+                if len(reading) == PIECES:
+                    self._check(reading.popleft(), wrong)
+                reading.append(self._start_piece(block, piece, number * PIECE, sums))
+            self.read_bytes += window.numel()
+        while reading:
+            self._check(reading.popleft(), wrong)
+        for block, why in wrong.items():
+            block.window.fill_(NAN_BYTE)
+            self.on_read_error(why)
 
-    def _wait_for_read(self, turn: LoadedPart, tensors_of: TensorsOf) -> None:
-        """Wait for a part, and make its tensors views of the buffer."""
-        turn.reading.wait()
-        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
-            if block.kept is None:
-                block.put(tensors_of(owned), window, copy=block.begin is None)
-
-    def _write_back(self, turn: LoadedPart, tensors_of: TensorsOf) -> None:
-        """Begin to write a part's state to the file. Its tensors lie in the buffer that is written."""
-        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
-            tensors = tensors_of(owned)
-            if not block.is_of(tensors):  # the step has made new tensors
-                block = self.blocks[owned] = Block(tensors, block.space)
-                window = aligned_empty(block.padded_size, torch.uint8)
-                block.put(tensors, window, copy=True)
-                _trim()  # the new tensors were many small allocations
-            if block.kept is None:
-                self._move_to_file(block, tensors, window)
-
-    def _move_to_file(self, block: Block, tensors: Sequence[Tensor], window: Tensor) -> None:
+    def _start_piece(self, block: Block, window: Tensor, first: int, sums: Tensor | None) -> Piece:
+        assert block.begin is not None
         try:
-            if self.write_error:
-                block.kept = window.clone()
-                return
-            if block.begin is None:
+            transfer: Transfer | OSError = self.file.read(window, block.begin + first)
+        except OSError as error:
+            transfer = error
+        return Piece(block, window, first // PAGE, sums, transfer)
+
+    def _check(self, piece: Piece, wrong: dict[Block, str]) -> None:
+        """Wait for a piece, and note the first error of its block."""
+        try:
+            if isinstance(piece.transfer, OSError):
+                raise piece.transfer
+            piece.transfer.wait()
+            if piece.sums is not None:
+                found = page_checksums(piece.window)
+                if not torch.equal(found, piece.sums[piece.first_page :][: found.numel()]):
+                    wrong.setdefault(piece.block, DAMAGED)
+        except OSError as error:
+            wrong.setdefault(piece.block, str(error))
+
+    def _wait_for_read(
+        self,
+        part: Sequence[Any],
+        blocks: Sequence[Block],
+        read: Sequence[Block],
+        reading: Pending,
+        tensors_of: TensorsOf,
+    ) -> None:
+        """Wait for a part, and make its tensors views of memory."""
+        reading.wait()
+        for owned, block in zip(part, blocks, strict=True):
+            if block in read:
+                block.put(tensors_of(owned), block.window)
+            elif block.begin is None and block.kept is None:
+                block.put(tensors_of(owned), aligned_empty(block.padded_size, torch.uint8), copy=True)
+
+    def _note_new_tensors(self, part: Sequence[Any], tensors_of: TensorsOf) -> None:
+        """Begin to write blocks that are not in the file yet, or of which the step has made new tensors."""
+        for owned in part:
+            block, tensors = self.blocks[owned], tensors_of(owned)
+            if not block.is_of(tensors):
+                self.places.free(block)
+                block = self.blocks[owned] = Block(tensors, block.space)
+                block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
+                _trim()  # the new tensors were many small allocations
+            if block.begin is None and block.kept is None:
+                self._write_back(block, tensors)
+
+    def _write_back(self, block: Block, tensors: Sequence[Tensor]) -> None:
+        """Begin to write a block to the file. Its tensors become windows into the file."""
+        window = block.window
+        try:
+            if not self.write_error and block.begin is None:
                 block.begin = self.file.take(block.padded_size)
                 if block.before is not None:
                     self.file.give_back(*block.before)
         except OSError as error:
-            block.kept = window.clone()
             self.on_write_error(error)
+        if self.write_error:
+            block.kept = window.clone()
+            block.put(tensors, block.kept)
             return
+        assert block.begin is not None
         block.put(tensors, self.file.window(block.begin, block.padded_size))
         block.rests = True
         self.lane.submit(partial(self._write, block, window), [], [])
@@ -322,27 +392,30 @@ class OpenNvmeTier(FileStorage, Tier):
         assert block.begin is not None
         try:
             if not self.write_error:
-                block.checksums = page_checksums(window)
-                self.file.write(window, block.begin).wait()
+                writing = self.file.write(window, block.begin)
+                block.checksums = page_checksums(window)  # meanwhile
+                writing.wait()
                 self.written_bytes += window.numel()
         except OSError as error:
             self.on_write_error(error)
         if self.write_error:
             block.kept = window.clone()
 
-    def _finish_step(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
-        """End a step: all tensors are at rest, or kept in memory."""
+    def _finish_step(self, tensors_of: TensorsOf) -> None:
+        """End a step: the tensors of every block are in memory, or at rest in the file."""
         self.lane.drain()
-        for owned in (owned for part in parts for owned in part):
-            block, tensors = self.blocks.get(owned), tensors_of(owned)
-            if block is None:
-                continue
+        for owned, block in [*self.blocks.items()]:
+            tensors = tensors_of(owned)
             if block.kept is not None:
                 block.put(tensors, block.kept)
-            elif not block.rests and block.is_of(tensors):
-                # The step was interrupted. The buffer will be reused, and the file's bytes are obsolete.
-                block = self.blocks[owned] = Block(tensors, block.space)
-                block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
+            elif block.begin is None or (block.rests is not (block in self.places.begins)):
+                continue
+            else:  # the step was interrupted
+                self.places.free(block)
+                if not (block.rests and block.is_of(tensors)):
+                    # The block was moved in part, or lies in memory that others will use.
+                    block = self.blocks[owned] = Block(tensors, block.space)
+                    block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
 
 
 def _trim() -> None:

@@ -4,8 +4,8 @@
 `fetch` copies an averaged gradient to the state. Afterwards the new values go to the slice of the parameters,
 wherever it is stored (`param_store.py`). With state on the host (ZeRO-Offload) the device holds
 neither masters nor moments; gradients are copied down and parameters up. For an accelerator these copies run
-beside other work: `copy_threads`. State on a disk is in memory during its own part of a step only, see
-`load_parts`.
+beside other work: `copy_threads`. Most of the state on a disk is in memory only during its own part of a
+step, see `load_parts`.
 
 A tier is a choice of the user. `open` returns the tier of one rank in a run, with its memory and files.
 
@@ -41,6 +41,7 @@ class Tier(Storage, ABC):
     ratio: float = 1.0  # see [Note: part of the state]
     part_numel: int | None = None  # elements that are stepped at a time; None: all
     delay_after: int | None = None  # updates before the first delayed one; None: never delay
+    alternates = False  # whether every other step takes the parts in reverse order
     moves = False  # whether state is read and written in every step, and may be `lost`
     copied_numel = 2**24  # elements of offloaded parameters that a step has copies of at a time
 

@@ -15,6 +15,7 @@ from zero_full.comm.lane import Done, InlineLane, Pending
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, CopyThreads, HostTier, ParamSlice, ParamStore, Tier
 from zero_full.offload.arena import Places
+from zero_full.offload.block_memory import memory_for
 from zero_full.offload.nvme_state import bytes_of_block
 from zero_full.offload.param_store import MemoryFirstStore
 from zero_full.offload.spill_file import whole_pages
@@ -70,8 +71,9 @@ class FakeHostTier(HostTier):
 class FakeBlockTier(FakeHostTier, BlockTier):
     """Fake NVMe tier: the optimizer state, or parameters, in a spill file."""
 
-    # Bytes of each block of each part in the last step.
+    # Bytes of each block of each part in the last step, and the elements of a block.
     blocks: list[list[int]] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
     moves = True
 
     def open(self, sizes: Sequence[int], device: torch.device) -> Tier:
@@ -83,15 +85,18 @@ class FakeBlockTier(FakeHostTier, BlockTier):
     ) -> Generator[Sequence[Any]]:
         """Yield each part, and record the sizes of its blocks in the file after the step."""
         self.blocks.clear()
+        self.numels.clear()
         for part in parts:
             yield part
-            self.blocks.append([bytes_of_block(_sizes(tensors_of(group))) for group in part])
+            found = [tensors_of(group) for group in part]
+            self.blocks.append([bytes_of_block(_sizes(tensors)) for tensors in found])
+            self.numels.extend(tensors[0].numel() for tensors in found)
 
     @property
-    def buffers(self) -> int:
-        """Bytes of the two staging buffers: each has the size of its largest part, plus a page."""
+    def in_memory(self) -> int:
+        """Bytes of memory for state, during and between steps."""
         parts = [sum(part) for part in self.blocks]
-        return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
+        return memory_for(sum(parts), sum(self.numels), max(parts, default=0), self.state_numel)
 
     def param_store(self, device: torch.device) -> ParamStore:
         """Return the fake parameter store in a spill file."""

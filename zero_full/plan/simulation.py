@@ -37,6 +37,7 @@ from zero_full.generation.budget import whole_bytes
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier, Tier
 from zero_full.offload.arena import Places
+from zero_full.offload.block_memory import bytes_moved
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.optim.state_size import state_bytes
@@ -276,17 +277,19 @@ class Simulation:
 
         `host` are the first rank's tensors on the host, `excess` is the state that the largest rank has more.
         """
-        tier, state = self.optimizer.settings.tier, 0
+        tier, state, moved = self.optimizer.settings.tier, 0, 0
         if isinstance(tier, FakeBlockTier):
-            host, state = host + tier.buffers, sum(map(sum, tier.blocks)) + excess
+            host, state = host + tier.in_memory, sum(map(sum, tier.blocks)) + excess
+            moved = bytes_moved(tier.blocks, tier.in_memory)
+            moved += excess if moved else 0
         else:
             host += excess + self.gradient_copies
         param_store = self.param_store if isinstance(self.param_store, FakeFileParamStore) else None
         return {
             "host": host + (param_store.buffers if param_store else 0),
             "disk": state + (param_store.disk if param_store else 0),
-            "read": state + self.parameters_read,
-            "written": state + self.parameters_written,
+            "read": moved + self.parameters_read,
+            "written": moved + self.parameters_written,
         }
 
     def _saved(self) -> int:

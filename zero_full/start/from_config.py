@@ -16,6 +16,7 @@ from zero_full.precision.dtypes import NAMES
 from zero_full.settings import Gathering, Settings
 from zero_full.shard.passes.backward import Accumulation
 
+PARTS_IN_MEMORY = 8  # of the state on a disk: so many are read and written without waiting for each other
 MONITORS = ("jsonl_monitor", "csv_monitor", "tensorboard")  # that have a folder
 MAY_DIFFER = {  # between ranks
     *("steps_per_print", "wall_clock_breakdown", "debug.record"),
@@ -86,7 +87,9 @@ def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
         return DeviceTier()
     if offload.device == "cpu" or offload.nvme_path is None:
         return HostTier(offload.pin_memory, offload.ratio, delay_after=offload.delay_update_after)
-    return _blocks(offload, offload.nvme_path, aio)
+    made = _blocks(offload, offload.nvme_path, aio)
+    part = max(1, min(made.part_numel, offload.max_in_cpu // PARTS_IN_MEMORY))
+    return replace(made, state_numel=offload.max_in_cpu, part_numel=part)
 
 
 def _param_tier(zero: ZeroConfig, aio: AioConfig) -> Tier:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier
+from zero_full.offload.block_memory import memory_for
 from zero_full.offload.spill_file import whole_pages
 from zero_full.optim.state_size import can_step_in_parts, state_bytes
 from zero_full.shard.deal.dealer import Dealer, Draft, Drafts
@@ -131,10 +132,13 @@ class Sizes:
         return on_host, in_file, min(in_file, max(most, *(size for _, size in files)))
 
     def buffers(self, away: Sequence[Draft], blocks: Sequence[int]) -> int:
-        """Return the bytes of two parts of the state: see [Note: two buffers] in `nvme_state.py`."""
+        """Return the bytes of state in memory: see [Note: state in memory] in `block_memory.py`."""
         limit = self.settings.part_numel
         if limit is None or not can_step_in_parts(self.base):
             return sum(blocks)
         largest = max((draft.layout.shard for draft in away), default=1)
         part = max(blocks, default=0) * max(1, limit // largest)
-        return min(sum(blocks), 2 * part)
+        numel = sum(draft.layout.shard for draft in away)
+        tier = self.settings.tier
+        assert isinstance(tier, BlockTier)
+        return memory_for(sum(blocks), numel, min(part, sum(blocks)), tier.state_numel)

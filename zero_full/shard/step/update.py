@@ -36,6 +36,7 @@ class Steppers:
         self.reads_ahead = type(tier).load_parts is not Tier.load_parts or any(
             group.parameters.slice.is_offloaded for group in trained
         )
+        self.updates = 0  # steps with reads ahead: equal on all ranks, which exchange messages in that order
         self.owners: Owners = {}  # ranks that keep state of whole parameters: see [Note: whole parameters]
         self.no_peers = Peers()  # for steppers that do not communicate
         self.peers_of: Callable[[Sequence[TrainedGroup], Container[Member], Lane, Owners], Peers] = PartPeers
@@ -138,6 +139,9 @@ class Steppers:
         factor: float,
     ) -> None:
         """Step parts while the state and parameter slices of the next ones are read from files."""
+        self.updates += 1
+        if self.tier.alternates and self.updates % 2 == 0:
+            parts = parts[::-1]
         with closing(self.tier.load_parts(parts, self.tensors_of)) as turns:
             # `done` groups are stepped; the reads of the first `begun` have begun, as far as buffers allow.
             stepped, done, begun = [group for part in parts for group in part], 0, 0

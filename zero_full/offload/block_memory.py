@@ -1,0 +1,142 @@
+"""The order in which a step reads and writes the blocks of optimizer state that do not fit in memory.
+
+[Note: state in memory] Host memory has room for some of the blocks, which stay in it between steps. So
+neither a read nor a write of them costs a step anything. One step takes the parts in order and the next one
+takes them in reverse order: it begins with those that the last step has left in memory. A part that is not
+in memory is read to the place of the parts that were stepped first, after they were written to the file.
+With room for two of four parts:
+
+    step     0    1    2                 3                 3    2    1                 0
+    lane          write 0, read 2   write 1, read 3             write 3, read 1   write 2, read 0
+
+A step reads and writes the state that does not fit, and no order can move less between the last gradient
+and the end of the step: every part must be in memory then, and no more than fits can be there before or
+after.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from zero_full.offload.spill_file import whole_pages
+
+
+class Stored(Protocol):
+    """A block of state with a place in a file."""
+
+    @property
+    def padded_size(self) -> int:
+        """Bytes in memory."""
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether it can be read from the file. Other blocks have memory of their own."""
+
+
+B = TypeVar("B", bound=Stored)
+
+
+@dataclass(frozen=True)
+class Write(Generic[B]):
+    """Write a block to the file. Later reads may use its memory."""
+
+    block: B
+
+
+@dataclass(frozen=True)
+class Read(Generic[B]):
+    """Read blocks of the part with this number to their new places."""
+
+    number: int
+    blocks: Sequence[B]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step the part with this number."""
+
+    number: int
+
+
+class BlockMemory(Generic[B]):
+    """Places of blocks in `size` bytes of memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.begins: dict[B, int] = {}  # first byte of each block that has a place, in ascending order
+
+    def place(self, blocks: Sequence[B]) -> bool:
+        """Give each block the first place that fits. Returns False, without a change, if one has none."""
+        begins = self.begins
+        for block in blocks:
+            begin = 0
+            for other, start in begins.items():
+                if begin + block.padded_size <= start:
+                    break
+                begin = start + other.padded_size
+            if begin + block.padded_size > self.size:
+                return False
+            begins = dict(sorted([*begins.items(), (block, begin)], key=lambda item: item[1]))
+        self.begins = begins
+        return True
+
+    def free(self, block: B) -> None:
+        """Free the block's place, if it has one."""
+        self.begins.pop(block, None)
+
+    def sweep(self, parts: Sequence[Sequence[B]]) -> Iterator[Write[B] | Read[B] | Step]:
+        """Yield what a step does, in order. A part is read before its step, as early as there is room.
+
+        The caller frees the places of blocks that a step has replaced.
+        """
+        ahead, stepped = 0, deque[B]()
+        for number, part in enumerate(parts):
+            while ahead < len(parts):
+                if ahead > number + 1 and not all(block.is_in_file for block in parts[ahead]):
+                    break  # blocks with memory of their own: one part ahead is enough
+                missing = [each for each in parts[ahead] if each.is_in_file and each not in self.begins]
+                while not (fits := self.place(missing)) and stepped:
+                    yield self._write(stepped.popleft())
+                if fits:
+                    yield Read(ahead, missing)
+                    ahead += 1
+                elif ahead > number:
+                    break
+                else:  # the next part, which other blocks leave no room
+                    for block in [*self.begins]:
+                        yield self._write(block)
+            yield Step(number)
+            stepped += [block for block in part if block in self.begins]
+
+    def _write(self, block: B) -> Write[B]:
+        self.free(block)
+        return Write(block)
+
+
+def memory_for(state: int, numel: int, largest: int, state_numel: int) -> int:
+    """Return the bytes of memory for `state` bytes of `numel` elements, in parts of at most `largest` bytes.
+
+    It has room for `state_numel` elements, and at least for two parts.
+    """
+    return min(state, max(2 * largest, whole_pages(state * state_numel // max(numel, 1))))
+
+
+@dataclass(frozen=True, eq=False)
+class FileBlock:
+    """A block that has nothing but a size."""
+
+    padded_size: int
+    is_in_file: bool = True
+
+
+def bytes_moved(parts: Sequence[Sequence[int]], size: int) -> int:
+    """Return the bytes that a step reads, and writes. `parts`: bytes of blocks; `size`: of memory."""
+    memory = BlockMemory[FileBlock](size)
+    order = [[FileBlock(each) for each in part] for part in parts]
+    read = list[int]()
+    for _ in range(4):  # steps, until each of the two orders has found what the other one leaves
+        events = [event for event in memory.sweep(order) if isinstance(event, Read)]
+        read.append(sum(block.padded_size for event in events for block in event.blocks))
+        order.reverse()
+    return max(read[2:])
