@@ -323,7 +323,7 @@ def main() -> None:
         print(f"nothing measured: {' and '.join(missing)} not installed (pip install -e '.[hf]')\n\n{{}}")
         return
     file = Path(asked.results)
-    results: dict[str, Any] = {"calls": [], "versions": {}, "flops": {}, "visits": []}
+    results: dict[str, Any] = {"versions": {}, "flops": {}, "visits": []}
     if file.exists():
         results = json.loads(file.read_text())
     print(interleave.heading())
