@@ -83,7 +83,9 @@ class Server:
         missing = [rank["missing"] for rank in ranks if "missing" in rank]
         if missing:
             return {"missing": missing[0].splitlines()[0]}
-        found = {"seconds": [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]}
+        found: Visit = {
+            "seconds": [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        }
         if "peak" in ranks[0]:
             found["peak"] = max(rank["peak"] for rank in ranks)
             said = [rank["losses"] for rank in ranks if rank["losses"]]  # the Trainer's: rank 0 has the mean
@@ -265,7 +267,8 @@ PAIRS = [
 
 def short(results: dict[str, Any]) -> str:
     """A table for each number of ranks: tokens a second, peak GiB of a rank, MFU."""
-    tables, found = [], list(cases(results))
+    tables: list[str] = []
+    found = list(cases(results))
     for ranks in dict.fromkeys(case.ranks for case in found):
         here = [case for case in found if case.ranks == ranks]
         head = [f"{ranks} ranks", *(case.name.removesuffix(f", {ranks} ranks") for case in here)]
@@ -283,7 +286,7 @@ def short(results: dict[str, Any]) -> str:
 
 def report(results: dict[str, Any]) -> list[Ratio]:
     """Print a table for each case; the ratios."""
-    found = []
+    found: list[Ratio] = []
     for case in cases(results):
         for way in (TRAINER, LOOP):
             rows = [row for row in ROWS if case.of(way, row)]

@@ -193,6 +193,7 @@ def ddp(job: Job) -> Training:
     """DDP; in bf16 with parameters in bf16 and fp32 master copies."""
     model = built(job).to(DTYPES[job.dtype])
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer: Plain | Masters
     optimizer = Plain(wrapped, adamw(model)) if job.dtype == "fp32" else Masters(wrapped, ADAMW)
     return of_torch(wrapped, optimizer)
 
@@ -345,7 +346,8 @@ def _rank(job: Job, rank: int, port: int, pipe: Connection) -> None:
 def results(job: Job, port: int, limit: float) -> list[dict[str, Any]]:
     """Fork the ranks of a job. If one fails, the others are ended."""
     context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
+    pipes: list[Connection] = []
+    processes: list[Any] = []
     for rank in range(job.ranks):
         mine, theirs = context.Pipe(duplex=False)
         processes.append(context.Process(target=_rank, args=(job, rank, port, theirs), daemon=True))
