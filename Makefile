@@ -88,7 +88,7 @@ test-matrix: BIN := $(MATRIX)/bin
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch, and Python 3.12; or TORCH=2.15.0 PYTHON=python3.13 (6 GB each)
 	@export ZERO_FULL_NO_BROWSER=1; $(SUITE)
 
-bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers beside peers that are installed (40 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers, real models beside peers that are installed (an hour, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
@@ -104,6 +104,8 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md
 	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
+	@rm -f build/bench/real_models.json  # measurements are added to it
+	$(BIN)/python -m tests.bench.real_models --ranks 2 | tee build/bench/real_models.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics peers | tee build/bench/offload_peers.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics disk | tee build/bench/offload_disk.md

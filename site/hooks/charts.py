@@ -178,7 +178,39 @@ FILES = Chart(
 )
 
 PEERS = "peers"  # no ratios
+
+
+MODELS = {"GPT-2": "GPT2-124M", "Llama": "Llama-100M"}
+
+
+def _real(peer: str, stages: Iterable[int], ways: Iterable[str]) -> Group:
+    """Real models at two ranks beside a peer, in each way of training that the peer has on CPUs."""
+    same = peer == "DeepSpeed"
+    rows = [
+        Row(
+            f"{label}, {way}, stage {n}",
+            f"{model}, *, 2 ranks, {way}: zero_full {n} / {peer}" + f" {n}" * same,
+        )
+        for label, model in MODELS.items()
+        for way in ways
+        for n in stages
+    ]
+    return Group(f"beside {peer}", COLOURS[peer], rows)
+
+
+REAL = Chart(
+    "On two cores, a step of GPT-2 (124M parameters) and of a Llama (100M) takes {beside DDP} of the time of "
+    "DDP's, {beside FSDP2} of FSDP2's and {beside DeepSpeed} of DeepSpeed's.",
+    [Series(dtype, "real_models", dtype) for dtype in ("fp32", "bf16")],
+    [
+        _real("DDP", (2, 3), ("Trainer", "loop")),
+        _real("FSDP2", (3,), ("loop",)),
+        _real("DeepSpeed", (2, 3), ("loop",)),
+    ],
+    "as long as the peer's step",
+)
 CHARTS = {
+    "real": REAL,
     "step": STEP,
     "added": ADDED,
     "checkpoint": CHECKPOINT,

@@ -81,10 +81,10 @@ class Trainee:
 class Masters:
     """The usual hand-written 16-bit recipe: fp32 copies of the parameters, stepped by the optimizer."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, adamw: dict[str, Any] = ADAMW) -> None:
         self.parameters: list[Tensor] = list(model.parameters())
         self.copies = [p.detach().float() for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.copies, fused=True, **ADAMW)
+        self.optimizer = torch.optim.AdamW(self.copies, fused=True, **adamw)
 
     def update(self) -> None:
         """Gradients up, step, parameters down."""

@@ -5,6 +5,7 @@ A benchmark is a file with a `__main__` part. One that is new and has no run her
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -65,9 +66,11 @@ class Smoke:
     arguments: str = ""  # DIRECTORY stands for an empty one
     patch: Patch | None = None
     slow: bool = False
+    needs: str = ""  # a library; the run is skipped where it is missing
 
 
 ONE_STEP = "--rounds 1 --steps 1 --warmup 1"
+TINY = f"--models GPT2-tiny --ranks 2 --dtypes fp32 --tokens 16 {ONE_STEP} --results DIRECTORY/results.json"
 SMOKE = {
     "checkpoint": [Smoke("--directory DIRECTORY --size 50k --rounds 1", constants(exported=lambda *_: None))],
     "collectives": [Smoke("--ranks 2 --elements 1000 --dtypes fp32 --rounds 1")],
@@ -93,13 +96,25 @@ SMOKE = {
     ],
     "offload_timeline": [Smoke(patch=constants(WIDTH=64, LAYER_S=0.001, LINK=1e9, DISK=1e9))],
     "optimizers": [Smoke("--seeds 0 --rows Adam", few_steps)],
+    "real_models": [
+        Smoke(f"{TINY} --ways loop --rows zero_full-2 DDP FSDP2", needs="transformers"),
+        Smoke(f"{TINY} --ways Trainer --rows zero_full-3 DDP", needs="transformers", slow=True),
+    ],
     "scales": [Smoke("--seeds 0 --rows 1-bit-Adam", few_steps)],
     "step_time": [Smoke(f"--sizes 50k --dtypes fp32 --rows loop DDP zero_full-1 {ONE_STEP} --bucket 20000")],
     "units": [Smoke(patch=constants(UNITS=2, ROUNDS=1, PASSES=1))],
 }
 BY_RANKS = {"hang"}  # torchrun starts its ranks
+
+
+def marks(run: Smoke) -> list[pytest.MarkDecorator]:
+    """When a run is left out."""
+    missing = bool(run.needs) and importlib.util.find_spec(run.needs) is None
+    return [pytest.mark.slow] * run.slow + [pytest.mark.skip(f"{run.needs} is not installed")] * missing
+
+
 RUNS = [
-    pytest.param(name, run, id=f"{name} {run.arguments}".strip(), marks=[pytest.mark.slow] * run.slow)
+    pytest.param(name, run, id=f"{name} {run.arguments}".strip(), marks=marks(run))
     for name, runs in SMOKE.items()
     for run in runs
 ]

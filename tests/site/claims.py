@@ -58,6 +58,7 @@ GPU = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 NO_PART_OF_A_DAY = {  # pages about what a day on GPUs does not run: they may say so
     "README.md",  # of zero_min
     "lessons/step5_offload/lesson.md",
+    "site/docs/benchmarks/real_models.md",
     "site/docs/fit.md",
     *(
         f"site/docs/guide/{name}.md"
