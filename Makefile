@@ -87,7 +87,7 @@ $(MATRIX)/ready: pyproject.toml constraints.txt
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch that is supported, and Python 3.12 (6 GB in build/matrix)
 	ZERO_FULL_NO_BROWSER=1 $(MATRIX)/bin/python -m pytest -q -m "$(WHICH)" tests
 
-bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers beside peers that are installed (40 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers beside peers that are installed (50 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
@@ -100,6 +100,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.engines | tee build/bench/engines.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
+	$(BIN)/python -W ignore -m tests.bench.wire | tee build/bench/wire.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md
 	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
