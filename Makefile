@@ -88,7 +88,7 @@ test-matrix: BIN := $(MATRIX)/bin
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch, and Python 3.12; or TORCH=2.15.0 PYTHON=python3.13 (6 GB each)
 	@export ZERO_FULL_NO_BROWSER=1; $(SUITE)
 
-bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers, real models beside peers that are installed (an hour, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers, messages, real models beside peers that are installed (80 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
@@ -102,6 +102,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.engines | tee build/bench/engines.md
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
+	$(BIN)/python -W ignore -m tests.bench.wire | tee build/bench/wire.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md
 	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
 	@rm -f build/bench/real_models.json  # measurements are added to it

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_full.assemble import compose
+from zero_full.comm.devices import ON_CPU
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
 from zero_full.config.rules import MICRO, TRAIN
@@ -47,7 +48,7 @@ from zero_full.start.from_config import (
     settings_of,
     shard_ranks_of,
 )
-from zero_full.start.launch import init_distributed
+from zero_full.start.launch import init_distributed, spans_hosts
 from zero_full.start.startup_checks import StartupBarrier, attempt
 
 log = logging.getLogger("zero_full")
@@ -156,7 +157,8 @@ def _read(
     roll_call: StartupBarrier,
 ) -> tuple[Resolved, Settings, Monitors | None]:
     """Return the resolved configuration, its settings and, on the first rank, its open monitors."""
-    resolved = resolve(_config(*configs), data_ranks)
+    sends_messages = spans_hosts() and dist.is_initialized() and dist.get_backend() in ON_CPU
+    resolved = resolve(_config(*configs), data_ranks, sends_messages)
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:
         roll_call.wait(settings.check_timeout_s)

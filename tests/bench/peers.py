@@ -52,7 +52,7 @@ class Setup:
     world: int
     alone: Any  # a process group with only this rank in it
     bucket: int  # elements; for every row that lets us choose
-    overlap: bool  # zero_full's overlap_comm
+    overlap: bool | None  # zero_full's overlap_comm; None: its default
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it never changes
     recompute: bool = False  # activations, in backward
 

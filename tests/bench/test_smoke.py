@@ -102,6 +102,12 @@ SMOKE = {
     ],
     "scales": [Smoke("--seeds 0 --rows 1-bit-Adam", few_steps)],
     "step_time": [Smoke(f"--sizes 50k --dtypes fp32 --rows loop DDP zero_full-1 {ONE_STEP} --bucket 20000")],
+    "wire": [
+        Smoke(
+            "--worlds 2 --links loopback --size 50k --sequences 1 --bucket 20000 --rounds 1 --steps 1 "
+            "--rows DDP zero_full-1"
+        ),
+    ],
     "units": [Smoke(patch=constants(UNITS=2, ROUNDS=1, PASSES=1))],
 }
 BY_RANKS = {"hang"}  # torchrun starts its ranks

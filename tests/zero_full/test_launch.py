@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.worlds import POOL, free_port
+import zero_full
+from tests.worlds import POOL, free_port, run_each
 from zero_full import Topology, assemble
 from zero_full.comm import devices
+from zero_full.comm.lane import InlineLane, ThreadLane
 from zero_full.errors import LaunchError, SharedDeviceError
 from zero_full.start import launch
 from zero_full.start import startup_checks as ranks
@@ -391,3 +393,27 @@ def test_a_rank_that_raises_ends_though_its_groups_do_not(tmp_path: Path) -> Non
         [sys.executable, "-c", RAISES, str(tmp_path / "store")], capture_output=True, text=True, timeout=100
     )
     assert run.returncode == 1 and "RuntimeError: the reason" in run.stderr
+
+
+def overlapped(comm: Any, hosts: int, keys: dict[str, Any]) -> bool:
+    """What `initialize` derives for `overlap_comm`, if torchrun has started ranks on so many hosts."""
+    sizes = {"WORLD_SIZE": str(comm.world_size), "LOCAL_WORLD_SIZE": str(comm.world_size // hosts)}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **keys}
+    config["optimizer"] = {"type": "AdamW", "params": {}}
+    with mock.patch.dict(os.environ, sizes):
+        engine = zero_full.initialize(model=nn.Linear(2, 2), config=config, dist_init_required=False)[0]
+    found = engine.config.zero_optimization.overlap_comm
+    assert type(engine.optimizer.lane) is (ThreadLane if found else InlineLane)
+    engine.destroy()
+    return bool(found)
+
+
+def test_ranks_that_send_messages_overlap_them_by_default() -> None:
+    sections: list[dict[str, Any]] = [{"stage": 1}, {"stage": 3}, {"stage": 1, "overlap_comm": False}]
+    cases = [
+        (hosts, {"zero_optimization": section, "shared_memory": shared})
+        for section in sections
+        for hosts, shared in ((1, True), (2, True), (1, False))
+    ]
+    want = [False, True, True, True, True, True, False, False, False]
+    assert [found[0] for found in run_each(overlapped, 2, cases)] == want

@@ -59,6 +59,7 @@ def small_pieces() -> Iterator[None]:
     """Messages and what is summed at a time: a few elements."""
     with (
         mock.patch.object(transport, "MESSAGE", 7),
+        mock.patch.object(transport, "ROOM", 12),  # of four ranks, pieces of 4
         mock.patch.object(transport, "CACHED", 3),
     ):
         yield
@@ -160,6 +161,30 @@ def test_sums_are_in_the_order_of_the_ranks_and_rounded_once_so_all_have_the_sam
             assert torch.equal(got["apart"], own.to(dtype))
             assert torch.equal(got["inside"], own.to(dtype))
             assert torch.equal(got["reduced"], total.to(dtype))
+
+
+def what_it_does(comm: Any) -> list[str]:
+    """The order of messages and sums in a reduce-scatter of three pieces."""
+    by, did = Exchange(everyone()), list[str]()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            did.append(name)
+            return call(*args)
+
+        return note
+
+    with (
+        mock.patch.object(transport, "MESSAGE", 7),
+        mock.patch.object(transport, "add_up", noted("sum", transport.add_up)),
+        mock.patch.object(by, "_post", noted("post", by._post)),
+    ):
+        by.reduce_scatter(torch.ones(comm.world_size * 20), torch.empty(20), 1)
+    return did
+
+
+def test_the_next_piece_is_on_the_wire_while_one_is_summed() -> None:
+    assert POOL.run(what_it_does, 2) == [["post", "post", "sum", "post", "sum", "sum"]] * 2
 
 
 def summed(comm: Any, dtype: torch.dtype) -> list[Tensor]:

@@ -24,7 +24,8 @@ from zero_full._compat import all_gather_single, reduce_scatter_single
 
 Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, elements and their type
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
-MESSAGE = 2**20  # elements per message: large enough for speed, small enough that memory is reused
+MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for speed
+ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
 CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
 
@@ -155,34 +156,53 @@ class Exchange(BackendTransport):
         super().__init__(group)
         self.address = {rank: dist.get_global_rank(group, rank) for rank in self.others}
 
-    def _swap(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
+    def _post(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> list[dist.Work]:
+        """Begin to send to and to receive from all other ranks."""
         calls = [(dist.irecv, receive), (dist.isend, send)]
         ops = [
             dist.P2POp(call, tensors[rank], self.address[rank], self.group)
             for call, tensors in calls
             for rank in self.others
         ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        works: list[dist.Work] = dist.batch_isend_irecv(ops)
+        return works
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Exchange slices, and sum them in rank order."""
+        """Exchange slices, and sum them in rank order. The next piece is on the wire while one is summed."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        for low in range(0, out.numel(), MESSAGE):
-            pieces = [s[low : low + MESSAGE] for s in slices]
-            received = {rank: torch.empty_like(pieces[self.rank]) for rank in self.others}
-            self._swap({rank: pieces[rank] for rank in self.others}, received)
-            received[self.rank] = pieces[self.rank]
-            add_up([received[rank] for rank in range(self.size)], out[low : low + MESSAGE], divisor)
+        piece = min(MESSAGE, max(1, ROOM // len(self.others)))
+        begun: list[tuple[list[Tensor], Tensor, list[dist.Work]]] = []  # the one or two pieces on the wire
+        room: list[dict[int, Tensor]] = []  # memory for two pieces, used in turns
+        for low in range(0, out.numel(), piece):
+            parts = [each[low : low + piece] for each in slices]
+            if len(room) < 2:
+                room.append({rank: torch.empty_like(parts[self.rank]) for rank in self.others})
+            numel, sent = parts[self.rank].numel(), {rank: parts[rank] for rank in self.others}
+            received = {rank: memory[:numel] for rank, memory in room[low // piece % 2].items()}
+            works = self._post(sent, received)
+            received[self.rank] = parts[self.rank]
+            begun.append(([received[rank] for rank in range(self.size)], out[low : low + piece], works))
+            if len(begun) == 2:
+                _add_up_received(*begun.pop(0), divisor)
+        for last in begun:
+            _add_up_received(*last, divisor)
 
     def all_gather(self, whole: Tensor) -> None:
         """Send this rank's slice to all others, and receive theirs in place."""
         mine = own_slice(whole, self.rank, self.size)
         if mine.numel():
             theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
-            self._swap(dict.fromkeys(self.others, mine), theirs)
+            for work in self._post(dict.fromkeys(self.others, mine), theirs):
+                work.wait()
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """Run a reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)
+
+
+def _add_up_received(pieces: list[Tensor], out: Tensor, works: list[dist.Work], divisor: float) -> None:
+    """Wait for the messages of a piece, then sum."""
+    for work in works:
+        work.wait()
+    add_up(pieces, out, divisor)

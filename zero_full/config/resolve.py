@@ -246,14 +246,23 @@ def _unfilled_texts(config: Config) -> Iterator[Notice]:
             yield messages.unfilled(tuple(key.split(".")), key, "a directory")
 
 
-def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]:
+def _filled(config: Config, batch: Mapping[str, int], sends_messages: bool) -> tuple[Config, set[str]]:
     """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         derived.add("zero_optimization.overlap_comm")
-        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
+        overlaps = overlaps_by_default(zero.stage, sends_messages or not config.shared_memory)
+        zero = zero.model_copy(update={"overlap_comm": overlaps})
     return config.model_copy(update={**batch, "zero_optimization": zero}), derived
+
+
+def overlaps_by_default(stage: int, sends_messages: bool) -> bool:
+    """Return the derived value of `overlap_comm`: true at stage 3, or if CPU ranks send messages.
+
+    Ranks that share memory copy shards with the cores that backward uses, so they gain nothing below stage 3.
+    """
+    return stage == 3 or sends_messages
 
 
 def _origins(config: Config, derived: set[str]) -> dict[str, Origin]:
@@ -298,10 +307,13 @@ def check_world_size(world_size: object) -> None:
         )
 
 
-def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Resolved:
+def resolve(
+    config: dict[str, Any] | str | Path | Config, world_size: int, sends_messages: bool = False
+) -> Resolved:
     """Validate a configuration for this many data-parallel ranks and fill in every value.
 
-    Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all mistakes.
+    Takes a dict, the path of a JSON file or a Config. `sends_messages`: the ranks are CPUs of several hosts.
+    Raises ConfigError with all mistakes.
     """
     check_world_size(world_size)
     given, name, parsed = _as_mapping(config)
@@ -314,7 +326,7 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
-    filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size))
+    filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size), sends_messages)
     warnings, assumptions = (
         tuple(each.line for each in examined.notices if each.kind == kind)
         for kind in ("no effect", "assumed")

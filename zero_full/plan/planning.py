@@ -11,6 +11,7 @@ from torch import nn
 from zero_full.comm.topology import marked_as_expert, marked_as_split
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.json_parser import read
+from zero_full.config.resolve import overlaps_by_default
 from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
@@ -152,7 +153,7 @@ def _lacks_batch(config: Any) -> bool:
 def _at_stage(resolved: Resolved, stage: int) -> Resolved:
     update: dict[str, Any] = {"stage": stage}
     if resolved.origins["zero_optimization.overlap_comm"] == "derived":
-        update["overlap_comm"] = stage == 3
+        update["overlap_comm"] = overlaps_by_default(stage, not resolved.config.shared_memory)
     zero = resolved.config.zero_optimization.model_copy(update=update)
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 

@@ -95,6 +95,12 @@ def read_launcher(
     return None
 
 
+def spans_hosts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun has started ranks on several hosts. Equal on all ranks."""
+    world, here = (environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return world.isdecimal() and here.isdecimal() and int(world) > int(here)
+
+
 def _parse_rank(given: Mapping[str, str]) -> tuple[int, int]:
     rank, world = given["RANK"], given["WORLD_SIZE"]
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
