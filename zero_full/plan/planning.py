@@ -17,8 +17,11 @@ from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.pipeline.module import PipelineModule
 from zero_full.plan.activations import PassBytes, pass_bytes
+from zero_full.plan.forecast import Forecast
+from zero_full.plan.machine_file import MachineRates, check_rates, read_rates
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
+from zero_full.plan.work import WorkRecorder
 from zero_full.shard.group.dtensors import is_dtensor
 from zero_full.start.argument_checks import check_model
 from zero_full.start.dtensor_checks import check_dtensor_options
@@ -38,12 +41,14 @@ def plan(
     expert_parallel: int | None = None,
     tensor: int | None = None,
     pipe: int | None = None,
+    machine: str | Path | MachineRates | None = None,
 ) -> Plan:
     """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
     Without inputs, activations are unknown.
     """
-    [made] = _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, None)
+    cluster = Cluster(world, expert_parallel, device, tensor)
+    [made] = _plans(model, config, cluster, inputs, pipe, None, machine)
     return made
 
 
@@ -57,6 +62,7 @@ def plan_stages(
     expert_parallel: int | None = None,
     tensor: int | None = None,
     pipe: int | None = None,
+    machine: str | Path | MachineRates | None = None,
 ) -> list[Plan]:
     """Make a plan for every stage that the optimizer supports, regardless of the config's stage.
 
@@ -70,8 +76,10 @@ def plan_stages(
              that has cut the model, if any
     pipe     the ranks of a pipeline, beside `world` data-parallel ones; None: the PipelineModule's
              `num_stages`
+    machine  the file of `doctor --measure --out` or its rates, to forecast the time of a step, too
     """
-    return _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, STAGES)
+    cluster = Cluster(world, expert_parallel, device, tensor)
+    return _plans(model, config, cluster, inputs, pipe, STAGES, machine)
 
 
 def _plans(
@@ -81,8 +89,10 @@ def _plans(
     inputs: Sequence[Any],
     pipe: int | None,
     stages: Sequence[int] | None,
+    machine: str | Path | MachineRates | None,
 ) -> list[Plan]:
     """Make a plan for each of `stages` that the optimizer and the model support; None: for the config's."""
+    rates = read_rates(machine) if isinstance(machine, str | Path) else machine
     if pipe is not None and pipe < 1:
         raise PlanError(f"pipe is {pipe}, but must be a number of ranks above 0")
     if pipe is not None and not isinstance(model, PipelineModule):
@@ -98,9 +108,15 @@ def _plans(
         return [
             _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
         ]
-    model_pass = _model_pass(model, resolved.config, inputs)
+    if rates is not None:
+        check_rates(rates, cluster.device, cluster.world)
+    forecast = None if rates is None else Forecast(rates, WorkRecorder(), inputs)
+    model_pass = _model_pass(model, resolved.config, inputs, forecast)
     saved = model_pass.saved if inputs else None
-    return [_plan(model, each, cluster, saved, model_pass) for each in _at(resolved, stages, highest=3)]
+    return [
+        _plan(model, each, cluster, saved, model_pass, forecast=forecast)
+        for each in _at(resolved, stages, highest=3)
+    ]
 
 
 def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[Resolved]:
@@ -165,14 +181,16 @@ def _plan(
     activation_bytes: int | None,
     model_pass: PassBytes = UNKNOWN,
     simulation: type[Simulation] = Simulation,
+    forecast: Forecast | None = None,
 ) -> Plan:
+    recorder = None if forecast is None else WorkRecorder(of_runtime=True)
     try:
         check_model(model)
         _check_experts(model, cluster)
         for name, param in model.named_parameters():
             if is_dtensor(param):
                 check_dtensor_options(name, settings_of(resolved.config))
-        simulated = simulation(model, resolved, cluster, model_pass.arrivals)
+        simulated = simulation(model, resolved, cluster, model_pass.arrivals, recorder)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
@@ -181,6 +199,8 @@ def _plan(
     for phase in simulated.phases:  # each kind is of the phase in which it is largest
         for kind in ("moments", "update", "sent", "saved"):
             found[kind] = max(found[kind], getattr(phase, kind))
+    if forecast is not None:
+        found |= forecast.of(simulated)
     on_cpu = cluster.device == "cpu"  # which keeps the memory of gradients from step to step
     return Plan(
         stage=resolved.config.zero_optimization.stage,
@@ -240,5 +260,10 @@ def _largest_sum(runtime: Sequence[tuple[str, int]], model: Sequence[tuple[str, 
     return largest
 
 
-def _model_pass(model: nn.Module, config: Config, inputs: Sequence[Any]) -> PassBytes:
-    return pass_bytes(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else UNKNOWN
+def _model_pass(
+    model: nn.Module, config: Config, inputs: Sequence[Any], forecast: Forecast | None
+) -> PassBytes:
+    if not inputs:
+        return UNKNOWN
+    dtypes = settings_of(config).dtypes.for_model(model)
+    return pass_bytes(model, inputs, dtypes, recorder=None if forecast is None else forecast.of_model)
