@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import product
@@ -36,25 +37,35 @@ from zero_full.precision.dtypes import Dtypes
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 POOL = 2**26  # bytes of operands that are used in turn
-TOKENS = (16, 64, 256, 1024)  # rows of activations
-WIDTHS = (64, 256, 1024, 4096)  # of layers
 LARGEST = 4096 * 1024  # elements of a matrix of parameters
-PASS_BYTES = tuple(2**power for power in range(12, 27, 2))
-COLLECTIVE_BYTES = tuple(2**power for power in range(10, 27, 4))
 HEADS = 8  # that attention is measured with
 ADAM_NUMEL = 2**20  # of each tensor
 ADAM_OPTIONS = (1e-4, 0.9, 0.95, 1e-8, 0.1, True, 1.0)
-SECONDS = 0.008  # of repeated calls
 LEAST, MOST = 3, 100  # repeated calls
-BLOCKS = (4, 20)  # of the tiny models
-STEPS = 12  # of a tiny model, of which the first third warms up
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that are measured, and how often."""
+
+    tokens: tuple[int, ...] = (16, 64, 256, 1024)  # rows of activations
+    widths: tuple[int, ...] = (64, 256, 1024, 4096)  # of layers
+    passes: tuple[int, ...] = tuple(2**power for power in range(12, 27, 2))  # bytes
+    collectives: tuple[int, ...] = tuple(2**power for power in range(10, 27, 4))  # bytes
+    blocks: tuple[int, int] = (4, 20)  # of the two tiny models
+    steps: int = 12  # of a tiny model, of which the first third warms up
+    calls: int = 9  # of a call that waits for other ranks
+    seconds: float = 0.008  # of repeated calls
+
+
+QUICK = Sizes((16, 64), (64, 256), (2**12, 2**20), (2**10, 2**20), (1, 3), 3, 3, 0.0)  # for tests
 
 
 class Clock:
     """Times calls on all ranks at once."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, sizes: Sizes) -> None:
+        self.group, self.sizes = group, sizes
         self.world = 1 if group is None else group.size()
 
     def barrier(self) -> None:
@@ -71,7 +82,7 @@ class Clock:
         self.barrier()
         begin, times = time.perf_counter(), list[float]()
         while len(times) < (calls or LEAST) or (
-            calls is None and len(times) < MOST and time.perf_counter() - begin < SECONDS
+            calls is None and len(times) < MOST and time.perf_counter() - begin < self.sizes.seconds
         ):
             start = time.perf_counter()
             call(len(times))
@@ -102,7 +113,7 @@ def product_points(clock: Clock, pool: Pool) -> Iterator[tuple[str, list[list[fl
     outputs = Pool(pool.values.dtype)
     for layout in ("nt", "nn", "tn"):
         points = []
-        for tokens, inner, columns in product(TOKENS, WIDTHS, WIDTHS):
+        for tokens, inner, columns in product(clock.sizes.tokens, *[clock.sizes.widths] * 2):
             if inner * columns <= LARGEST:
                 sizes = (inner, tokens, columns) if layout == "tn" else (tokens, inner, columns)
                 points.append([*sizes, clock.seconds(_product(pool, outputs, layout, *sizes))])
@@ -125,7 +136,7 @@ def _product(
 def attention_points(clock: Clock, dtype: torch.dtype) -> Iterator[tuple[str, list[list[float]]]]:
     """Yield tokens and seconds of causal attention in one head, by direction."""
     forward, backward = list[list[float]](), list[list[float]]()
-    for tokens in TOKENS:
+    for tokens in clock.sizes.tokens:
         q, k, v = (torch.randn(1, HEADS, tokens, HEAD, dtype=dtype, requires_grad=True) for _ in range(3))
         run = partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
         outputs = run()
@@ -143,7 +154,7 @@ def pass_points(clock: Clock, pool: Pool) -> Iterator[tuple[str, list[list[float
     """Yield bytes and seconds of passes over memory, by kind."""
     dtype, outputs = pool.values.dtype, Pool(pool.values.dtype)
     found: dict[str, list[list[float]]] = {kind: [] for kind in (SUM, FUNCTION, COPY, SCAN)}
-    for size in PASS_BYTES:
+    for size in clock.sizes.passes:
         third, half, whole = (size // dtype.itemsize // parts for parts in (3, 2, 1))
         a, b, c = (pool.cut(numel)[0].clone() for numel in (third, third, half))
         pairs = [*zip(outputs.cut(half), pool.cut(half), strict=True)]
@@ -169,7 +180,7 @@ def collective_points(clock: Clock, shared_memory: bool) -> Iterator[tuple[str, 
     transport = ranks.transport
     if transport is not None and (transport.name == "shared memory") == shared_memory:
         found: dict[str, list[list[float]]] = {"reduce_scatter": [], "all_gather": [], "all_reduce": []}
-        for size in COLLECTIVE_BYTES:
+        for size in clock.sizes.collectives:
             numel = size // 4 // ranks.size * ranks.size
             calls = {
                 "reduce_scatter": partial(_reduce_scatter, ranks, torch.empty(numel // ranks.size)),
@@ -177,9 +188,9 @@ def collective_points(clock: Clock, shared_memory: bool) -> Iterator[tuple[str, 
                 "all_reduce": partial(ranks.all_reduce, divisor=ranks.size, what="rates"),
             }
             for kind, call in calls.items():
-                found[kind].append([size, clock.seconds(in_turn(call, pool.cut(numel)), 9)])
+                found[kind].append([size, clock.seconds(in_turn(call, pool.cut(numel)), clock.sizes.calls)])
         numbers = torch.zeros(64)
-        found["sum"] = [[1, clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), 20)]]
+        found["sum"] = [[1, clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), clock.sizes.calls)]]
         yield from ((f"{transport.name} {kind}", points) for kind, points in found.items())
     ranks.close()
 
@@ -222,9 +233,9 @@ def hidden_share(clock: Clock) -> float:
         compute()
         job.wait()
 
-    computing = clock.seconds(lambda number: compute(), 9)
-    sending = clock.seconds(lambda number: send(), 9)
-    together = clock.seconds(both, 9)
+    computing = clock.seconds(lambda number: compute(), clock.sizes.calls)
+    sending = clock.seconds(lambda number: send(), clock.sizes.calls)
+    together = clock.seconds(both, clock.sizes.calls)
     lane.close()
     ranks.close()
     return min(1.0, max(0.0, (computing + sending - together) / min(computing, sending)))
@@ -251,7 +262,7 @@ class TinyModel(nn.Module):
 
 def operation_seconds(clock: Clock, rates: MachineRates) -> dict[str, float]:
     """Return the fixed seconds of an operation in forward and in backward. See [Note: what is left]."""
-    model, x, recorder = TinyModel(BLOCKS[-1]), torch.randn(16, 16), WorkRecorder()
+    model, x, recorder = TinyModel(clock.sizes.blocks[-1]), torch.randn(16, 16), WorkRecorder()
     pass_bytes(model, [x], Dtypes(), recorder=recorder)
     losses = list[Tensor]()
     forward = clock.seconds(lambda number: losses.append(model(x)), 30)
@@ -271,7 +282,7 @@ def operation_seconds(clock: Clock, rates: MachineRates) -> dict[str, float]:
 def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float]:
     """Return the runtime's seconds of a step and of a parameter at a stage. See [Note: what is left]."""
     left, counts = list[float](), list[int]()
-    for blocks in BLOCKS:
+    for blocks in clock.sizes.blocks:
         torch.manual_seed(0)
         model, x = TinyModel(blocks), torch.randn(16, 16)
         config = tiny_config(stage)
@@ -285,14 +296,14 @@ def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float
             times.append(time.perf_counter() - start)
 
         times = list[float]()
-        for number in range(STEPS):
+        for number in range(clock.sizes.steps):
             one_step(number)
         engine.destroy()
         with torch.device("meta"):
             copy = TinyModel(blocks)
         made = plan(copy, config, clock.world, inputs=[x], device="cpu", machine=rates)
         assert made.step_time is not None, made.not_forecast
-        left.append(median(times[STEPS // 3 :]) - made.step_time.total)
+        left.append(median(times[clock.sizes.steps // 3 :]) - made.step_time.total)
         counts.append(len([*model.parameters()]))
     of_parameter = max(0.0, (left[1] - left[0]) / (counts[1] - counts[0]))
     return [max(0.0, left[1] - of_parameter * counts[1]), of_parameter]
@@ -300,17 +311,25 @@ def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float
 
 def tiny_config(stage: int) -> dict[str, Any]:
     """Return the configuration of a tiny run."""
-    zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
-    return {"train_micro_batch_size_per_gpu": 16, "optimizer": optimizer, "zero_optimization": zero}
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # all parameters are gathered for use
+    return {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+    }
 
 
 # All rates -------------------------------------------------------------------------------------------
 
 
-def measure_rates(group: Any, show: Callable[[str], None] = lambda text: None) -> MachineRates:
+def measure_rates(
+    group: Any, show: Callable[[str], None] = lambda text: None, sizes: Sizes = Sizes()
+) -> MachineRates:
     """Measure all rates on the ranks of this group at once; None: alone. `show` gets a line for each topic."""
-    clock = Clock(group)
+    clock = Clock(group, sizes)
     products, attention, passes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for dtype in DTYPES:
         pool = Pool(dtype)
@@ -347,9 +366,9 @@ def measure_rates(group: Any, show: Callable[[str], None] = lambda text: None) -
     )
     show("the runtime on a tiny model ...")
     operations = _mean(clock, operation_seconds(clock, rates))
-    rates = MachineRates(**{**vars(rates), "operations": operations})
+    rates = replace(rates, operations=operations)
     runtime = {str(stage): runtime_seconds(clock, rates, stage) for stage in range(4)}
-    return MachineRates(**{**vars(rates), "runtime": _mean(clock, runtime)})
+    return replace(rates, runtime=_mean(clock, runtime))
 
 
 def machine_in_words() -> str:
@@ -361,6 +380,13 @@ def machine_in_words() -> str:
             name = line.partition(":")[2].strip()
             break
     return f"{name}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads a rank"
+
+
+def mean_rates(measured: Sequence[MachineRates]) -> MachineRates:
+    """Return the mean of several measurements of a machine, whose speed may vary in between."""
+    names = ("products", "attention", "passes", "collectives", "adam", "operations", "runtime", "hidden")
+    means = {name: _mean_of([getattr(each, name) for each in measured]) for name in names}
+    return replace(measured[0], **means)
 
 
 def _mean(clock: Clock, found: Any) -> Any:
