@@ -1,13 +1,14 @@
 """The command `python -m zero_full doctor --measure --out FILE`."""
 
 import argparse
+import os
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 
-from zero_full.errors import MeasureError
+from zero_full.errors import UsageError
 from zero_full.measure.rates import measure_rates
 from zero_full.progress import StatusLine
 from zero_full.start.launch import init_distributed, read_launcher
@@ -16,13 +17,11 @@ from zero_full.start.launch import init_distributed, read_launcher
 def main(options: argparse.Namespace) -> int:
     """Measure this machine's rates with all ranks that the launcher started, and write them to a file."""
     if torch.accelerator.is_available():
-        raise MeasureError(
-            "--out measures CPUs only: on an accelerator the host runs ahead of the device, which the forecast "
-            "does not model. Hide the device (CUDA_VISIBLE_DEVICES=) to measure the CPU"
+        raise UsageError(
+            "--out measures CPUs only: on an accelerator the host runs ahead of the device, which the "
+            "forecast does not model. Hide the device (CUDA_VISIBLE_DEVICES=) to measure the CPU"
         )
     begin, group = time.perf_counter(), None
-    import os
-
     if read_launcher(os.environ) is not None:
         init_distributed()
         group = dist.group.WORLD

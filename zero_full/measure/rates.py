@@ -3,8 +3,8 @@
 Every measurement is the median of repeated calls, averaged over the ranks. Large operands come from a pool
 that exceeds the caches, as a model's parameters and gradients do; small activations are used again at once.
 
-[Note: what is left] Two costs cannot be called alone: a fixed time of each operation, and the runtime's Python.
-Both are what a tiny model's measured time leaves when all measured rates are subtracted.
+[Note: what is left] Two costs cannot be called alone: a fixed time of each operation, and the runtime's
+Python. Both are what a tiny model's measured time leaves when all measured rates are subtracted.
 """
 
 import os
@@ -53,7 +53,7 @@ class Sizes:
     passes: tuple[int, ...] = tuple(2**power for power in range(12, 27, 2))  # bytes
     collectives: tuple[int, ...] = tuple(2**power for power in range(10, 27, 4))  # bytes
     blocks: tuple[int, int] = (4, 20)  # of the two tiny models
-    steps: int = 12  # of a tiny model, of which the first third warms up
+    steps: int = 12  # of a tiny model, after half as many that warm up
     calls: int = 9  # of a call that waits for other ranks
     seconds: float = 0.008  # of repeated calls
 
@@ -123,7 +123,7 @@ def product_points(clock: Clock, pool: Pool) -> Iterator[tuple[str, list[list[fl
 def _product(
     pool: Pool, outputs: Pool, layout: str, rows: int, inner: int, columns: int
 ) -> Callable[[int], object]:
-    """Return a function that makes a product. The matrix of parameters, or its gradient, changes each time."""
+    """Return a function that makes a product, with another matrix of parameters, or gradient, each time."""
     if layout == "tn":
         first, second = pool.cut(inner, rows)[0].clone().t(), pool.cut(inner, columns)[0].clone()
         return in_turn(lambda out: torch.mm(first, second, out=out), outputs.cut(rows, columns))
@@ -190,7 +190,9 @@ def collective_points(clock: Clock, shared_memory: bool) -> Iterator[tuple[str, 
             for kind, call in calls.items():
                 found[kind].append([size, clock.seconds(in_turn(call, pool.cut(numel)), clock.sizes.calls)])
         numbers = torch.zeros(64)
-        found["sum"] = [[1, clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), clock.sizes.calls)]]
+        found["sum"] = [
+            [1, clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), clock.sizes.calls)]
+        ]
         yield from ((f"{transport.name} {kind}", points) for kind, points in found.items())
     ranks.close()
 
@@ -273,10 +275,11 @@ def operation_seconds(clock: Clock, rates: MachineRates) -> dict[str, float]:
         model.zero_grad()
 
     measured = {FORWARD: forward, BACKWARD: clock.seconds(back, 29)}
-    return {
-        part: max(0.0, seconds - operations_seconds(recorder.parts[part], rates)) / recorder.parts[part].operations
-        for part, seconds in measured.items()
-    }
+    found = dict[str, float]()
+    for part, seconds in measured.items():
+        work = recorder.parts[part]
+        found[part] = max(0.0, seconds - operations_seconds(work, rates)) / work.operations
+    return found
 
 
 def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float]:
@@ -288,25 +291,24 @@ def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float
         config = tiny_config(stage)
         engine = initialize(model=model, config=config)[0]
 
-        def one_step(number: int, engine: Any = engine, x: Tensor = x) -> None:
-            clock.barrier()
-            start = time.perf_counter()
-            engine.backward(engine(x))
-            engine.step()
-            times.append(time.perf_counter() - start)
-
-        times = list[float]()
-        for number in range(clock.sizes.steps):
-            one_step(number)
+        step = partial(_one_step, engine, x)
+        for number in range(clock.sizes.steps // 2):  # warm up
+            step(number)
+        measured = clock.seconds(step, clock.sizes.steps)
         engine.destroy()
         with torch.device("meta"):
             copy = TinyModel(blocks)
         made = plan(copy, config, clock.world, inputs=[x], device="cpu", machine=rates)
         assert made.step_time is not None, made.not_forecast
-        left.append(median(times[clock.sizes.steps // 3 :]) - made.step_time.total)
+        left.append(measured - made.step_time.total)
         counts.append(len([*model.parameters()]))
     of_parameter = max(0.0, (left[1] - left[0]) / (counts[1] - counts[0]))
     return [max(0.0, left[1] - of_parameter * counts[1]), of_parameter]
+
+
+def _one_step(engine: Any, x: Tensor, number: int) -> None:
+    engine.backward(engine(x))
+    engine.step()
 
 
 def tiny_config(stage: int) -> dict[str, Any]:
@@ -328,7 +330,7 @@ def tiny_config(stage: int) -> dict[str, Any]:
 def measure_rates(
     group: Any, show: Callable[[str], None] = lambda text: None, sizes: Sizes = Sizes()
 ) -> MachineRates:
-    """Measure all rates on the ranks of this group at once; None: alone. `show` gets a line for each topic."""
+    """Measure all rates on the ranks of this group at once; None: alone. `show` gets a line a topic."""
     clock = Clock(group, sizes)
     products, attention, passes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for dtype in DTYPES:

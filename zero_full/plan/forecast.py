@@ -69,9 +69,7 @@ def check_features(simulated: Simulation) -> None:
 
 def check_update(simulated: Simulation, runtime: Work) -> None:
     """Raise NotForecastError unless the fused operator steps all of this rank's slices."""
-    stepped = sum(
-        item.numel * number for item, number in runtime.items.items() if isinstance(item, AdamStep)
-    )
+    stepped = sum(item.numel * number for item, number in runtime.items.items() if isinstance(item, AdamStep))
     if not stepped:
         name = type(simulated.optimizer.base).__name__
         raise NotForecastError(f"the step of {name} is not measured, only that of Adam and AdamW")
@@ -85,7 +83,10 @@ def transport_of(simulated: Simulation) -> str:
 
 
 def tokens_of(inputs: Sequence[Any]) -> int | None:
-    """Return the tokens of a micro-batch: the elements of the first input of integers; None: there is none."""
+    """Return the tokens of a micro-batch: the elements of the first two-dimensional input of integers.
+
+    None: there is none.
+    """
     for tensor in tensors_in(tuple(inputs)):
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and tensor.dim() == 2:
             return tensor.numel()

@@ -1,7 +1,7 @@
 """The rates of a machine that `doctor --measure --out` has measured, and the file that holds them.
 
-All times are seconds of one rank while every rank of the machine does the same. A list of points has sizes and
-seconds; sizes between two points are interpolated in the logarithm of both.
+All times are seconds of one rank while every rank of the machine does the same. A list of points has sizes
+and seconds; seconds between two points are interpolated in the logarithm of both.
 """
 
 import json
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from zero_full.errors import PlanError
 
@@ -76,8 +75,8 @@ def check_rates(rates: MachineRates, device: str, ranks: int) -> None:
     """Raise PlanError if the rates were measured for another device type or number of ranks."""
     if rates.device != device:
         raise PlanError(
-            f"--machine: the rates were measured on device {rates.device}, and the plan is for {device}. Pass "
-            f"--device {rates.device}, or measure on {device}"
+            f"--machine: the rates were measured on device {rates.device}, and the plan is for {device}. "
+            f"Pass --device {rates.device}, or measure on {device}"
         )
     if rates.ranks != ranks:
         raise PlanError(
@@ -114,8 +113,3 @@ def _weights(axis: Sequence[float], size: float) -> Iterator[tuple[float, float]
     share = math.log(size / axis[low]) / math.log(axis[low + 1] / axis[low])
     yield axis[low], 1 - share
     yield axis[low + 1], share
-
-
-def from_json(text: str) -> Any:
-    """Return the rates of a JSON text, for tests."""
-    return MachineRates(**json.loads(text))

@@ -29,6 +29,7 @@ from zero_full.start.from_config import settings_of
 
 STAGES = (0, 1, 2, 3)
 UNKNOWN = PassBytes(0, None)  # without inputs
+PIPELINE = "a pipeline: the time between its ranks is not measured"
 
 
 def plan(
@@ -104,12 +105,13 @@ def _plans(
     if stages is not None:
         with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
             stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
+    if rates is not None:
+        check_rates(rates, cluster.device, cluster.world * (pipe or getattr(model, "num_stages", 1)))
     if isinstance(model, PipelineModule):
-        return [
+        places = [
             _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
         ]
-    if rates is not None:
-        check_rates(rates, cluster.device, cluster.world)
+        return places if rates is None else [replace(each, not_forecast=PIPELINE) for each in places]
     forecast = None if rates is None else Forecast(rates, WorkRecorder(), inputs)
     model_pass = _model_pass(model, resolved.config, inputs, forecast)
     saved = model_pass.saved if inputs else None

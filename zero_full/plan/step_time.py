@@ -14,7 +14,7 @@ its slices. Each part is a sum over its operations, at the measured seconds for 
 A feature without a measured rate is not forecast at all: `NotForecastError` says which.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -171,8 +171,3 @@ def _known(table: Any, name: str, what: str, other: str = "") -> Any:
     if name not in table and other not in table:
         raise NotForecastError(f"{what} {name} are not measured")
     return table.get(name, table.get(other))
-
-
-def slowest(times: Iterable[StepTime]) -> StepTime:
-    """Return the time of the place that takes longest."""
-    return max(times, key=lambda each: each.total)

@@ -145,7 +145,9 @@ class WorkRecorder(TorchDispatchMode):
             self.work.unknown.add(str(func))
         elif given and not name.partition(".")[0].endswith("_like") and _moves_data(func):
             made = [local_of(t) for t in tensors_in(result) if t.dim()] if returns_new(func) else []
-            size = 2 * sum(t.nbytes for t in made) if func in GATHERS else sum(t.nbytes for t in [*given, *made])
+            size = (
+                2 * sum(t.nbytes for t in made) if func in GATHERS else sum(t.nbytes for t in [*given, *made])
+            )
             if size:
                 kind = FUNCTION if any(part in name for part in FUNCTIONS) else SUM
                 kind = COPY if self.of_runtime else kind
