@@ -17,16 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import zero_full
 from tests.bench import interleave, peers
 from tests.bench.interleave import Series
 from tests.bench.peers import Row, Setup
 from tests.bench.step_time import DTYPES, SIZES, Plan, Rank, leave_with_parent
 from tests.worlds import Pool
+from zero_full import LayerSpec, PipelineModule
 from zero_full.measure.rates import QUICK, Sizes, mean_rates, measure_rates
 from zero_full.plan import plan
 from zero_full.plan.machine_file import MachineRates
-from zero_min.gpt import GPT
+from zero_min.gpt import GPT, Block, GPTConfig
 
 WORLD = 2
 NEAR = 0.15  # the aim: forecast and measured time differ by at most this share
@@ -36,6 +39,54 @@ GIVEN: dict[str, dict[str, Any]] = {  # by row: the arguments of `peers.ours_con
     "stage 2, state on the host": {"stage": 2, "offload": {}},
 }
 ROWS = {name: Row(peers.zero_full(**given)) for name, given in GIVEN.items()}
+PIPELINE, MICRO_BATCHES = "pipeline of 2 stages", 8
+
+
+class Embedding(nn.Module):
+    """The first layer of a GPT."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (B, T)."""
+        where = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.characters(tokens) + self.positions(where)
+        return x
+
+
+class Head(nn.Sequential):
+    """The last layers of a GPT."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        out = nn.Linear(config.width, config.vocabulary, bias=False)
+        super().__init__(nn.LayerNorm(config.width), out)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss over all tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def pipeline(size: str) -> PipelineModule:
+    """The same GPT in two stages, with a head of its own."""
+    config = SIZES[size]
+    layers = [LayerSpec(Embedding, config), *[LayerSpec(Block, config)] * config.layers]
+    return PipelineModule([*layers, LayerSpec(Head, config)], WORLD, loss_fn=loss_of)
+
+
+def pipeline_config(dtype: str) -> dict[str, Any]:
+    """Its configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 1},
+    }
 
 
 @dataclass(frozen=True)
@@ -48,6 +99,7 @@ class Asked:
     steps: int
     warmup: int
     rows: tuple[str, ...]
+    pipeline: bool
     quick: bool
 
 
@@ -80,18 +132,43 @@ def rank_main(_: Any, asked: Asked) -> Answer:
                 found.steps[size, dtype, name] = row.step
             for trainee in rank.alive.values():
                 trainee.close()
+            pairs = rank.data[:MICRO_BATCHES]
             del rank
+            if asked.pipeline:
+                found.steps[size, dtype, PIPELINE] = pipeline_steps(asked, size, dtype, pairs)
         measure_machine()
     return found
+
+
+def pipeline_steps(asked: Asked, size: str, dtype: str, pairs: list[Any]) -> Series:
+    """Seconds of batches of a pipeline."""
+    pairs = (pairs * MICRO_BATCHES)[:MICRO_BATCHES]
+    engine = zero_full.initialize(model=pipeline(size), config=pipeline_config(dtype))[0]
+    series: Series = []
+    for _ in range(asked.rounds):
+        times = []
+        for _ in range(asked.warmup + asked.steps):
+            dist.barrier()
+            start = time.perf_counter()
+            engine.train_batch(iter(pairs))
+            times.append(time.perf_counter() - start)
+        series.append(times[asked.warmup :])
+    engine.destroy()
+    return series
 
 
 def forecast(size: str, dtype: str, name: str, rates: MachineRates) -> Any:
     """The plan of a row, with its forecast."""
     config, shape = SIZES[size], Plan(size, dtype, ())
     setup = Setup(config, DTYPES[dtype], WORLD, None, shape.bucket, overlap=False)
+    x = torch.empty(shape.batch, dtype=torch.int64, device="meta")
+    if name == PIPELINE:
+        with torch.device("meta"):
+            stages = pipeline(size)
+        made = pipeline_config(dtype)
+        return plan(stages, made, 1, inputs=[x, x], device="cpu", pipe=WORLD, machine=rates)
     with torch.device("meta"):
         model = GPT(config).to(DTYPES[dtype])
-    x = torch.empty(shape.batch, dtype=torch.int64, device="meta")
     made = peers.ours_config(setup, **GIVEN[name])
     return plan(model, made, WORLD, inputs=[x, x], device="cpu", machine=rates)
 
@@ -123,7 +200,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "50M"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument("--rows", nargs="+", choices=GIVEN, default=[*GIVEN], metavar="ROW")
+    every = [*GIVEN, PIPELINE]
+    parser.add_argument("--rows", nargs="+", choices=every, default=every, metavar="ROW")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
@@ -136,7 +214,8 @@ def main() -> None:
     given = arguments()
     print(interleave.heading())
     what = tuple(given.sizes), tuple(given.dtypes), given.rounds, given.steps, given.warmup
-    asked = Asked(*what, tuple(given.rows), given.quick)
+    rows = tuple(row for row in given.rows if row != PIPELINE)
+    asked = Asked(*what, rows, PIPELINE in given.rows, given.quick)
     pool = Pool()
     try:
         answers = pool.run(rank_main, WORLD, asked, limit=1200, collective=120)

@@ -21,6 +21,7 @@ NOTHING = 1e-30  # seconds
 FLOP = 1e-9  # seconds of each multiplication and addition
 BYTE = 1e-6  # seconds of each byte of a collective
 TOKENS, IN, OUT = 32, 8, 16
+PAIR = [torch.empty(TOKENS, IN, device="meta")] * 2  # inputs and labels
 
 
 def grid(*axes: tuple[int, ...]) -> list[list[float]]:
@@ -48,7 +49,6 @@ def machine(**changed: Any) -> MachineRates:
         operations={"forward": 0.0, "backward": 0.0},
         runtime={str(stage): [0.5, 0.25] for stage in range(4)},
         hidden=0.0,
-        copies={},
     )
     return replace(rates, **changed)
 
@@ -125,6 +125,36 @@ def test_stage_3_gathers_for_each_pass_and_stage_0_reduces_whole_gradients() -> 
     assert zero.step_time.gather == 0 and zero.step_time.update == pytest.approx(1e-3 * IN * OUT)
 
 
+def pipeline(layers: int = 4, per_rank: int = 2) -> PipelineModule:
+    """Equal layers on two ranks."""
+    with torch.device("meta"):
+        specs = [LayerSpec(nn.Linear, IN, IN, bias=False)] * layers
+        return PipelineModule(specs, 2, loss_fn=nn.functional.mse_loss, stages_per_rank=per_rank)
+
+
+def test_a_pipeline_waits_for_messages_and_for_the_first_and_last_micro_batches() -> None:
+    rates = machine()
+    rates = replace(rates, runtime={**rates.runtime, "pipeline": [0.5, 0.0]})
+    rates = replace(rates, collectives={**rates.collectives, "message": [[1, NOTHING]]})
+    more = {"gradient_accumulation_steps": 4, "pipeline": {"schedule": "gpipe"}, "world": 1, "inputs": PAIR}
+    made = planned(1, rates, pipeline(per_rank=1), **more)
+    times = [place.step_time for place in made.places]
+    one = FLOP * TOKENS * IN * IN  # a layer has one product in forward, and two in backward
+    for time in times:
+        assert time is not None and time.forward == pytest.approx(4 * 2 * one)
+        assert time.runtime == 0.5 and time.reduce + time.gather == pytest.approx(0, abs=1e-12)
+    first, last = times
+    assert first is not None and last is not None
+    # The first layer's inputs need no gradient. Before the last stage's first forward and after its last
+    # backward, the other stage's forward and backward pass alone.
+    assert last.backward == pytest.approx(4 * 4 * one) and first.backward == pytest.approx(4 * 3 * one)
+    assert last.idle == pytest.approx((2 + 3) * one)
+    assert made.step_time is not None and made.step_time.total == max(first.total, last.total)
+    slow = replace(rates, collectives={**rates.collectives, "message": [[1, 1e-3]]})
+    waiting = planned(1, slow, pipeline(per_rank=1), **more).places[1].step_time
+    assert waiting is not None and waiting.messages == pytest.approx(4 * 1e-3 * 4 * TOKENS * IN)
+
+
 def test_overlap_hides_its_measured_share_of_collectives_in_passes() -> None:
     slow = {**machine().collectives, "shared memory reduce_scatter": [[1, 1e-12]]}
     rates = machine(hidden=0.5, collectives=slow)
@@ -162,11 +192,9 @@ def test_what_has_no_rate_is_not_forecast() -> None:
         "matrix products in": planned(1, machine(products={})),
         "collectives:": planned(1, shared_memory=False),
         "Adam in": planned(1, machine(adam={})),
-        "a pipeline": planned(
-            1,
-            model=PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, 2, loss_fn=nn.functional.mse_loss),
-            world=1,
-            inputs=[],
+        "measured by one rank": planned(1, model=pipeline(), world=1, inputs=PAIR),
+        "splits backward": planned(
+            1, model=pipeline(), world=1, inputs=PAIR, pipeline={"schedule": "interleaved_zero_bubble"}
         ),
     }
     for reason, made in cases.items():

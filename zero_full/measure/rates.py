@@ -27,9 +27,11 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import lane_for
 from zero_full.initialization import initialize
 from zero_full.kernels.load import operators
+from zero_full.pipeline.module import LayerSpec, PipelineModule
 from zero_full.plan import plan
 from zero_full.plan.activations import pass_bytes
 from zero_full.plan.machine_file import MachineRates
+from zero_full.plan.pipeline_time import MESSAGE, RUNTIME
 from zero_full.plan.step_time import HEAD, operations_seconds
 from zero_full.plan.work import BACKWARD, COPY, FORWARD, FUNCTION, SCAN, SUM, WorkRecorder
 from zero_full.precision.dtypes import Dtypes
@@ -197,6 +199,33 @@ def collective_points(clock: Clock, shared_memory: bool) -> Iterator[tuple[str, 
     ranks.close()
 
 
+def message_points(clock: Clock) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yield bytes and seconds of a message between two ranks: half of the way there and back."""
+    if clock.group is None:
+        return
+    rank, points = clock.group.rank(), list[list[float]]()
+    partner = rank ^ 1
+    for size in (
+        clock.sizes.collectives if partner < clock.world else ()
+    ):  # the last of an odd number has none
+        exchange = partial(_ignoring, _exchange, torch.zeros(size // 4), rank, partner, clock.group)
+        for _ in range(2):  # a first message opens the connection
+            exchange(0)
+        begin = time.perf_counter()
+        for number in range(clock.sizes.calls):
+            exchange(number)
+        points.append([size, (time.perf_counter() - begin) / clock.sizes.calls / 2])
+    every: list[Any] = [None] * clock.world
+    dist.all_gather_object(every, points, group=clock.group)
+    yield MESSAGE, _mean_of([each for each in every if each])
+
+
+def _exchange(buffer: Tensor, rank: int, partner: int, group: Any) -> None:
+    calls = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
+    for call in calls:
+        call(buffer, partner, group=group)
+
+
 def _reduce_scatter(ranks: Communicator, out: Tensor, whole: Tensor) -> None:
     ranks.reduce_scatter(whole, out, ranks.size, "rates")
 
@@ -306,6 +335,37 @@ def runtime_seconds(clock: Clock, rates: MachineRates, stage: int) -> list[float
     return [max(0.0, left[1] - of_parameter * counts[1]), of_parameter]
 
 
+def pipeline_seconds(clock: Clock, rates: MachineRates) -> list[float]:
+    """Return the seconds of a step and of an operation of a pipeline. See [Note: what is left]."""
+    left, counts, x = list[float](), list[int](), torch.randn(16, 16)
+    for blocks in clock.sizes.blocks:
+        count = blocks * clock.world  # micro-batches
+        config = {**tiny_config(1), "gradient_accumulation_steps": count}
+        engine = initialize(model=tiny_pipeline(clock.world), config=config)[0]
+        step = partial(_one_batch, engine, [(x, x)] * count)
+        step(0)
+        measured = clock.seconds(step, clock.sizes.steps // 2)
+        engine.destroy()
+        with torch.device("meta"):
+            described = tiny_pipeline(clock.world)
+        made = plan(described, config, 1, inputs=[x, x], device="cpu", pipe=clock.world, machine=rates)
+        assert made.step_time is not None, made.not_forecast
+        left.append(measured - made.step_time.total)
+        counts.append(2 * (count + clock.world - 1))  # from the first operation of any rank to the last
+    of_operation = max(0.0, (left[1] - left[0]) / (counts[1] - counts[0]))
+    return [max(0.0, left[1] - of_operation * counts[1]), of_operation]
+
+
+def _one_batch(engine: Any, pairs: Sequence[tuple[Tensor, Tensor]], number: int) -> None:
+    engine.train_batch(iter(pairs))
+
+
+def tiny_pipeline(ranks: int) -> PipelineModule:
+    """Return a pipeline of a few small layers for each rank."""
+    layers = [LayerSpec(nn.Linear, 16, 16)] * (2 * ranks)
+    return PipelineModule(layers, ranks, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+
+
 def _one_step(engine: Any, x: Tensor, number: int) -> None:
     engine.backward(engine(x))
     engine.step()
@@ -344,6 +404,7 @@ def measure_rates(
     collectives = {
         **dict(collective_points(clock, shared_memory=True)),
         **dict(collective_points(clock, shared_memory=False)),
+        **dict(message_points(clock)),
     }
     show("Adam ...")
     found = {
@@ -360,9 +421,10 @@ def measure_rates(
         "device": "cpu",
         "ranks": clock.world,
         "torch": torch.__version__,
-        "copies": {},
     }
     nothing = {str(stage): [0.0, 0.0] for stage in range(4)}
+    if group is not None:
+        nothing[RUNTIME] = [0.0, 0.0]
     rates = MachineRates(
         **about, **_mean(clock, found), operations={FORWARD: 0.0, BACKWARD: 0.0}, runtime=nothing
     )
@@ -370,6 +432,8 @@ def measure_rates(
     operations = _mean(clock, operation_seconds(clock, rates))
     rates = replace(rates, operations=operations)
     runtime = {str(stage): runtime_seconds(clock, rates, stage) for stage in range(4)}
+    if group is not None:
+        runtime[RUNTIME] = pipeline_seconds(clock, rates)
     return replace(rates, runtime=_mean(clock, runtime))
 
 

@@ -26,13 +26,14 @@ class Forecast:
     def of(self, simulated: Simulation) -> dict[str, Any]:
         """Return the fields of a plan: `step_time`, or `not_forecast` with the reason."""
         try:
-            return {"step_time": self._step_time(simulated)}
+            if not self.inputs:
+                raise NotForecastError("without a batch of inputs the model's operations are unknown")
+            return {"step_time": self.step_time(simulated)}
         except NotForecastError as error:
             return {"not_forecast": str(error)}
 
-    def _step_time(self, simulated: Simulation) -> StepTime:
-        if not self.inputs:
-            raise NotForecastError("without a batch of inputs the model's operations are unknown")
+    def step_time(self, simulated: Simulation) -> StepTime:
+        """Return the forecast. Raises NotForecastError."""
         settings, count = simulated.optimizer.settings, simulated.config.gradient_accumulation_steps
         check_features(simulated)
         parts, tokens = self.of_model.parts, tokens_of(self.inputs)

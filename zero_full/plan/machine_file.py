@@ -35,9 +35,9 @@ class MachineRates:
     collectives: Mapping[str, Points]  # by transport and kind: bytes of the whole buffer, seconds
     adam: Mapping[str, float]  # by dtypes of master, gradient and copy: seconds of an element
     operations: Mapping[str, float]  # by direction: seconds of an operation besides its work
-    runtime: Mapping[str, Sequence[float]]  # by stage: seconds of a step, and of each parameter, in Python
+    # By stage: seconds in Python of a step, and of each parameter. "pipeline": of a step and each operation.
+    runtime: Mapping[str, Sequence[float]]
     hidden: float  # share of a collective that disappears behind computation with overlap_comm
-    copies: Mapping[str, float]  # "down", "up", "read", "written": bytes per second; those measured
     format: str = FORMAT
     version: int = VERSION
 

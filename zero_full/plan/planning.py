@@ -29,7 +29,6 @@ from zero_full.start.from_config import settings_of
 
 STAGES = (0, 1, 2, 3)
 UNKNOWN = PassBytes(0, None)  # without inputs
-PIPELINE = "a pipeline: the time between its ranks is not measured"
 
 
 def plan(
@@ -108,10 +107,10 @@ def _plans(
     if rates is not None:
         check_rates(rates, cluster.device, cluster.world * (pipe or getattr(model, "num_stages", 1)))
     if isinstance(model, PipelineModule):
-        places = [
-            _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
+        return [
+            _plan_pipeline(model, each, cluster, inputs, pipe, rates)
+            for each in _at(resolved, stages, highest=1)
         ]
-        return places if rates is None else [replace(each, not_forecast=PIPELINE) for each in places]
     forecast = None if rates is None else Forecast(rates, WorkRecorder(), inputs)
     model_pass = _model_pass(model, resolved.config, inputs, forecast)
     saved = model_pass.saved if inputs else None
@@ -127,10 +126,16 @@ def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[
 
 
 def _plan_pipeline(
-    model: PipelineModule, resolved: Resolved, cluster: Cluster, inputs: Sequence[Any], pipe: int | None
+    model: PipelineModule,
+    resolved: Resolved,
+    cluster: Cluster,
+    inputs: Sequence[Any],
+    pipe: int | None,
+    rates: MachineRates | None,
 ) -> Plan:
     """Return the plan of the place with the highest peak, with those of all places."""
     from zero_full.plan import pipeline_stages as stages_of  # plans of other models need no pipelining
+    from zero_full.plan.pipeline_time import PipelineForecast
 
     if cluster.tensor is not None or cluster.experts is not None:
         raise PlanError(
@@ -142,15 +147,20 @@ def _plan_pipeline(
         raise
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
-    sizes = stages_of.stage_bytes(places, resolved.config, inputs) if inputs else []
+    sizes = stages_of.stage_bytes(places, resolved.config, inputs, rates is not None) if inputs else []
     owned = (p.numel() for m in places for name, p in m.named_parameters() if not m.is_copy(name))
     numel, plans = sum(owned), []
     for module in places:
         part, activation_bytes, received = stages_of.part_of(module, resolved, sizes)
         seen_from = stages_of.PipelineCluster(**vars(cluster), module=module)
-        made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, stages_of.PlaceSimulation)
+        forecast = None
+        if rates is not None:
+            forecast = PipelineForecast(rates, WorkRecorder(), inputs, module, sizes)
+        simulation = stages_of.PlaceSimulation
+        made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, simulation, forecast)
         plans.append(replace(made, numel=numel, received=received, pipeline=part))
-    return replace(max(plans, key=lambda each: each.peak), places=tuple(plans))
+    slowest = max((each.step_time for each in plans if each.step_time), key=lambda t: t.total, default=None)
+    return replace(max(plans, key=lambda each: each.peak), places=tuple(plans), step_time=slowest)
 
 
 def _resolved(config: Any, world: int) -> Resolved:

@@ -7,8 +7,8 @@ its slices. Each part is a sum over its operations, at the measured seconds for 
     reduce, gather      the runtime's collectives, and its copies of gradients into buffers
     update              the optimizer's step: seconds of an element in these dtypes
     runtime             Python of the runtime: seconds of a step and of each parameter, at this stage
-    copies              offload: bytes between device and host, and to and from the disk
-    idle                a pipeline's rank waits for others
+    messages            tensors that a pipeline's stage receives from others
+    idle                the time in which a pipeline's rank waits for others
     hidden              the share of collectives within backward and forward that overlap_comm hides
 
 A feature without a measured rate is not forecast at all: `NotForecastError` says which.
@@ -20,6 +20,7 @@ from typing import Any
 
 from zero_full.plan.machine_file import MachineRates, seconds_at
 from zero_full.plan.work import (
+    BACKWARD,
     FORWARD,
     AdamStep,
     AttentionCall,
@@ -40,7 +41,7 @@ PARTS = {
     "gather": "gather parameters",
     "update": "optimizer",
     "runtime": "runtime, in Python",
-    "copies": "copies for offload",
+    "messages": "messages between stages",
     "idle": "idle in the pipeline",
     "hidden": "hidden by overlap",
 }
@@ -60,7 +61,7 @@ class StepTime:
     gather: float
     update: float
     runtime: float
-    copies: float = 0.0
+    messages: float = 0.0
     idle: float = 0.0
     hidden: float = 0.0  # to be subtracted
     tokens: int | None = None  # in a step of all ranks; None: the inputs have no tokens
@@ -69,7 +70,7 @@ class StepTime:
     def total(self) -> float:
         """Seconds of a step."""
         parts = (self.forward, self.backward, self.reduce, self.gather, self.update, self.runtime)
-        return sum(parts) + self.copies + self.idle - self.hidden
+        return sum(parts) + self.messages + self.idle - self.hidden
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -99,37 +100,57 @@ class StepWork:
 def step_time(work: StepWork, rates: MachineRates) -> StepTime:
     """Return the forecast. Raises NotForecastError if a part of the work has no measured rate."""
     for part in (work.forward, work.backward, work.runtime):
-        if part.unknown:
-            raise NotForecastError(f"no rate of {', '.join(sorted(part.unknown))} is measured")
-    items, transport = work.runtime.items, work.transport
+        check_known(part)
+    forward, backward = (
+        work.micro_batches * pass_seconds(part, rates, direction)
+        for part, direction in ((work.forward, FORWARD), (work.backward, BACKWARD))
+    )
+    hides = rates.hidden if work.overlaps else 0.0
+    of_step, of_parameter = rates.runtime[str(work.stage)]
+    moved = moved_seconds(work.runtime, rates, work.transport)
+    return StepTime(
+        forward=forward,
+        backward=backward,
+        reduce=moved.reduce,
+        gather=moved.gather,
+        update=moved.update,
+        runtime=of_step + of_parameter * work.parameters * work.micro_batches,
+        hidden=hides * min(moved.in_pass, forward + backward),
+        tokens=work.tokens,
+    )
+
+
+def check_known(work: Work) -> None:
+    """Raise NotForecastError if the time of an operation does not follow from its bytes."""
+    if work.unknown:
+        raise NotForecastError(f"no rate of {', '.join(sorted(work.unknown))} is measured")
+
+
+@dataclass(frozen=True)
+class RuntimeSeconds:
+    """Seconds of the runtime's work in a step."""
+
+    reduce: float
+    gather: float
+    update: float
+    in_pass: float  # of reduce and gather: collectives within forward and backward
+
+
+def moved_seconds(work: Work, rates: MachineRates, transport: str) -> RuntimeSeconds:
+    """Return the seconds of the runtime's collectives, copies and update."""
+    items = work.items
     moved = [item for item in items if isinstance(item, Collective)]
     gathers = {item for item in moved if item.kind == "all_gather"}
     reduces = {item for item in moved if item.kind != "all_gather"}
     moving = {item: _seconds(item, rates, transport) * items[item] for item in moved}
     copied = sum(_times(items, rates, transport, MemoryPass))
     reduce, gather = (sum(moving[each] for each in some) for some in (reduces, gathers))
-    within = sum(seconds for item, seconds in moving.items() if item.in_pass)
-    hides = rates.hidden if work.overlaps else 0.0
-    forward, backward = (
-        work.micro_batches * _seconds_of(part, rates, direction)
-        for part, direction in ((work.forward, FORWARD), (work.backward, "backward"))
-    )
-    return StepTime(
-        forward=forward,
-        backward=backward,
+    return RuntimeSeconds(
         reduce=reduce + copied,
         gather=gather,
         update=sum(_times(items, rates, transport, AdamStep)),
-        runtime=runtime_seconds(rates, work.stage, work.parameters * work.micro_batches),
-        hidden=hides * min(within, forward + backward),
-        tokens=work.tokens,
+        in_pass=sum(seconds for item, seconds in moving.items() if item.in_pass),
     )
-
-
-def runtime_seconds(rates: MachineRates, stage: int, parameters: int) -> float:
-    """Return the seconds that the runtime's own Python takes in a step at this stage."""
-    of_step, of_parameter = rates.runtime[str(stage)]
-    return of_step + of_parameter * parameters
 
 
 def _times(items: Any, rates: MachineRates, transport: str, kind: type[Item]) -> Iterator[float]:
@@ -143,7 +164,7 @@ def operations_seconds(work: Work, rates: MachineRates) -> float:
     return sum(count * _seconds(item, rates, "") for item, count in work.items.items())
 
 
-def _seconds_of(work: Work, rates: MachineRates, direction: str) -> float:
+def pass_seconds(work: Work, rates: MachineRates, direction: str) -> float:
     """Return the seconds of the model's operations in one direction of a pass."""
     return operations_seconds(work, rates) + work.operations * rates.operations[direction]
 
