@@ -175,6 +175,15 @@ def test_tokens_per_second_count_all_ranks() -> None:
     assert shown["total"] == time.total and shown["tokens"] == time.tokens
 
 
+def test_a_forecast_changes_no_byte_of_the_plan() -> None:
+    for stage in range(4):
+        forecast = planned(stage, gradient_accumulation_steps=5, train_micro_batch_size_per_gpu=1)
+        inputs = [torch.empty(TOKENS, IN, device="meta")]
+        more = {"gradient_accumulation_steps": 5, "train_micro_batch_size_per_gpu": 1}
+        plain = plan(One(), config(stage, **more), 2, inputs=inputs, device="cpu")
+        assert replace(forecast, step_time=None) == plain
+
+
 def test_without_a_machine_there_is_no_forecast() -> None:
     made = plan(One(), config(1), 2, device="cpu")
     assert made.step_time is None and not made.not_forecast and "forecast" not in made.table()

@@ -205,9 +205,8 @@ def message_points(clock: Clock) -> Iterator[tuple[str, list[list[float]]]]:
         return
     rank, points = clock.group.rank(), list[list[float]]()
     partner = rank ^ 1
-    for size in (
-        clock.sizes.collectives if partner < clock.world else ()
-    ):  # the last of an odd number has none
+    sizes = clock.sizes.collectives if partner < clock.world else ()  # an odd number of ranks: not the last
+    for size in sizes:
         exchange = partial(_ignoring, _exchange, torch.zeros(size // 4), rank, partner, clock.group)
         for _ in range(2):  # a first message opens the connection
             exchange(0)
