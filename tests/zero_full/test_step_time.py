@@ -40,10 +40,10 @@ def machine(**changed: Any) -> MachineRates:
         torch="2.13.0",
         products={f"float32 {layout}": grid((1, 64), (1, 64), (1, 64)) for layout in ("nt", "nn", "tn")},
         attention={},
-        passes={f"{kind} float32": [[1, NOTHING]] for kind in ("sum", "function", "copy", "scan")},
+        passes={f"{kind} float32": [[1, NOTHING]] for kind in ("sum", "function", "copy", "scan", "mixed")},
         collectives={
-            **{f"shared memory {kind}": [[1, BYTE], [1000, 1000 * BYTE]] for kind in kinds},
-            "shared memory sum": [[1, NOTHING]],
+            **{f"shared memory {kind} float32": [[1, BYTE], [1000, 1000 * BYTE]] for kind in kinds},
+            "shared memory sum float32": [[1, NOTHING]],
         },
         adam={"float32 float32 none": 1e-3},
         operations={"forward": 0.0, "backward": 0.0},
@@ -102,7 +102,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert (time.forward, time.backward) == (pytest.approx(one), pytest.approx(one))
     assert time.reduce == pytest.approx(BYTE * 4 * IN * OUT) == pytest.approx(time.gather)
     assert time.update == pytest.approx(1e-3 * IN * OUT / 2)  # of this rank's half
-    assert time.runtime == 0.75 and (time.hidden, time.idle, time.copies) == (0, 0, 0)
+    assert time.runtime == 0.75 and (time.hidden, time.idle, time.messages) == (0, 0, 0)
     parts = time.forward + time.backward + time.reduce + time.gather + time.update + time.runtime
     assert time.total == pytest.approx(parts)
     assert time.tokens is None is time.tokens_per_second
@@ -156,7 +156,7 @@ def test_a_pipeline_waits_for_messages_and_for_the_first_and_last_micro_batches(
 
 
 def test_overlap_hides_its_measured_share_of_collectives_in_passes() -> None:
-    slow = {**machine().collectives, "shared memory reduce_scatter": [[1, 1e-12]]}
+    slow = {**machine().collectives, "shared memory reduce_scatter float32": [[1, 1e-12]]}
     rates = machine(hidden=0.5, collectives=slow)
     hidden = planned(2, rates, zero={"overlap_comm": True}).step_time
     plain = planned(2, rates).step_time

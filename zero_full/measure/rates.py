@@ -10,6 +10,7 @@ Python. Both are what a tiny model's measured time leaves when all measured rate
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -33,7 +34,7 @@ from zero_full.plan.activations import pass_bytes
 from zero_full.plan.machine_file import MachineRates
 from zero_full.plan.pipeline_time import MESSAGE, RUNTIME
 from zero_full.plan.step_time import HEAD, operations_seconds
-from zero_full.plan.work import BACKWARD, COPY, FORWARD, FUNCTION, SCAN, SUM, WorkRecorder
+from zero_full.plan.work import BACKWARD, COPY, FORWARD, FUNCTION, MIXED, SCAN, SUM, WorkRecorder
 from zero_full.precision.dtypes import Dtypes
 
 CPU = torch.device("cpu")
@@ -171,32 +172,48 @@ def pass_points(clock: Clock, pool: Pool) -> Iterator[tuple[str, list[list[float
     yield from ((f"{kind} {_name(dtype)}", points) for kind, points in found.items())
 
 
+def mixed_points(clock: Clock) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yield bytes and seconds of adding bf16 to fp32, as gradients of several micro-batches are."""
+    wide, narrow, points = Pool(torch.float32), Pool(torch.bfloat16), list[list[float]]()
+    for size in clock.sizes.passes:
+        pairs = [*zip(wide.cut(size // 6), narrow.cut(size // 6), strict=False)]
+        points.append([size, clock.seconds(in_turn(lambda pair: pair[0].add_(pair[1]), pairs))])
+    yield f"{MIXED} float32", points
+
+
 def _ignoring(call: Callable[..., object], *given: Any) -> object:
     """Call without the last argument, a number."""
     return call(*given[:-1])
 
 
 def collective_points(clock: Clock, shared_memory: bool) -> Iterator[tuple[str, list[list[float]]]]:
-    """Yield bytes of the whole buffer and seconds of the collectives of one transport, by kind."""
-    ranks, pool = Communicator(clock.group, CPU, shared_memory=shared_memory), Pool(torch.float32)
+    """Yield bytes of the whole buffer and seconds of the collectives of one transport, by kind and dtype."""
+    ranks = Communicator(clock.group, CPU, shared_memory=shared_memory)
     transport = ranks.transport
     if transport is not None and (transport.name == "shared memory") == shared_memory:
-        found: dict[str, list[list[float]]] = {"reduce_scatter": [], "all_gather": [], "all_reduce": []}
-        for size in clock.sizes.collectives:
-            numel = size // 4 // ranks.size * ranks.size
-            calls = {
-                "reduce_scatter": partial(_reduce_scatter, ranks, torch.empty(numel // ranks.size)),
-                "all_gather": partial(ranks.all_gather, what="rates"),
-                "all_reduce": partial(ranks.all_reduce, divisor=ranks.size, what="rates"),
-            }
-            for kind, call in calls.items():
-                found[kind].append([size, clock.seconds(in_turn(call, pool.cut(numel)), clock.sizes.calls)])
+        found = defaultdict[str, list[list[float]]](list)
+        for dtype in DTYPES:
+            pool = Pool(dtype)
+            for size in clock.sizes.collectives:
+                buffers = pool.cut(size // dtype.itemsize // ranks.size * ranks.size)
+                out = torch.empty(buffers[0].numel() // ranks.size)  # gradients accumulate in fp32
+                calls = {
+                    "reduce_scatter": partial(_reduce_scatter, ranks, out),
+                    "all_gather": partial(ranks.all_gather, what="rates"),
+                    "all_reduce": partial(ranks.all_reduce, divisor=ranks.size, what="rates"),
+                }
+                for kind, call in calls.items():
+                    seconds = clock.seconds(in_turn(call, buffers), clock.sizes.calls)
+                    found[f"{kind} {_name(dtype)}"].append([size, seconds])
         numbers = torch.zeros(64)
-        found["sum"] = [
-            [1, clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), clock.sizes.calls)]
-        ]
-        yield from ((f"{transport.name} {kind}", points) for kind, points in found.items())
+        adding = clock.seconds(lambda number: ranks.sum_numbers(numbers, "rates"), clock.sizes.calls)
+        found["sum float32"] = [[1, adding]]
+        yield from ((f"{transport.name} {name}", points) for name, points in found.items())
     ranks.close()
+
+
+def _reduce_scatter(ranks: Communicator, out: Tensor, whole: Tensor) -> None:
+    ranks.reduce_scatter(whole, out, ranks.size, "rates")
 
 
 def message_points(clock: Clock) -> Iterator[tuple[str, list[list[float]]]]:
@@ -223,10 +240,6 @@ def _exchange(buffer: Tensor, rank: int, partner: int, group: Any) -> None:
     calls = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
     for call in calls:
         call(buffer, partner, group=group)
-
-
-def _reduce_scatter(ranks: Communicator, out: Tensor, whole: Tensor) -> None:
-    ranks.reduce_scatter(whole, out, ranks.size, "rates")
 
 
 def adam_rates(clock: Clock) -> Iterator[tuple[str, float]]:
@@ -392,6 +405,7 @@ def measure_rates(
     """Measure all rates on the ranks of this group at once; None: alone. `show` gets a line a topic."""
     clock = Clock(group, sizes)
     products, attention, passes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    passes.update(mixed_points(clock))
     for dtype in DTYPES:
         pool = Pool(dtype)
         show(f"matrix products in {_name(dtype)} ...")

@@ -32,7 +32,7 @@ class MachineRates:
     products: Mapping[str, Points]  # by dtype and layout: rows, inner size, columns, seconds
     attention: Mapping[str, Points]  # by dtype and direction: tokens, seconds of one head of `HEAD` elements
     passes: Mapping[str, Points]  # by kind and dtype: bytes read and written by an operation, seconds
-    collectives: Mapping[str, Points]  # by transport and kind: bytes of the whole buffer, seconds
+    collectives: Mapping[str, Points]  # by transport, kind and dtype: bytes of the whole buffer, seconds
     adam: Mapping[str, float]  # by dtypes of master, gradient and copy: seconds of an element
     operations: Mapping[str, float]  # by direction: seconds of an operation besides its work
     # By stage: seconds in Python of a step, and of each parameter. "pipeline": of a step and each operation.

@@ -183,7 +183,8 @@ def _seconds(item: Item, rates: MachineRates, transport: str) -> float:
         points = _known(rates.passes, f"{item.kind} {item.dtype}", "passes:", f"{item.kind} float32")
         return seconds_at(points, item.size)
     if isinstance(item, Collective):
-        return seconds_at(_known(rates.collectives, f"{transport} {item.kind}", "collectives:"), item.size)
+        name = f"{transport} {item.kind} {item.dtype}"
+        return seconds_at(_known(rates.collectives, name, "collectives:"), item.size)
     return item.numel * _known(rates.adam, item.dtypes, "Adam in")
 
 

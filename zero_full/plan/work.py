@@ -21,11 +21,13 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
 # Operations of which each element takes the time of a function such as exp, and not that of a sum.
 FUNCTIONS = ("gelu", "silu", "softmax", "tanh", "exp", "sigmoid", "erf", "norm", "dropout", "cross_entropy")
+SUMMING = ("reduce_scatter", "all_reduce")  # collectives
 ATTENTION = "scaled_dot_product"
 UNKNOWN = ("convolution", "_fft", "linalg", "cdist", "grid_sampler", "lstm", "gru", "rnn", "sort", "topk")
 # Operations that read only the rows of a table that they return.
 GATHERS = (aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor)
-SUM, FUNCTION, COPY, SCAN = "sum", "function", "copy", "scan"  # kinds of passes over memory
+# Kinds of passes over memory. "mixed": a copy or sum of two types.
+SUM, FUNCTION, COPY, SCAN, MIXED = "sum", "function", "copy", "scan", "mixed"
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -66,6 +68,7 @@ class Collective:
     """A collective of the runtime."""
 
     kind: str
+    dtype: str
     size: int  # bytes of the whole buffer
     in_pass: bool  # within forward or backward, which can hide it
 
@@ -118,8 +121,11 @@ class WorkRecorder(TorchDispatchMode):
         size: int = call.by.size  # type: ignore[attr-defined]
         shares = 2 * (size - 1) if call.kind == "all_reduce" else size - 1
         whole = call.sent * size // shares
-        self.work.items[Collective(call.kind, whole, self.in_pass)] += 1
-        if call.kind in ("reduce_scatter", "all_reduce") and self.in_pass:
+        dtype = call.by.transport.call[3]  # type: ignore[attr-defined]
+        # Only a sum's time depends on the type of its elements.
+        name = _name(dtype) if call.kind in SUMMING else "float32"
+        self.work.items[Collective(call.kind, name, whole, self.in_pass)] += 1
+        if call.kind in SUMMING and self.in_pass:
             # The runtime looks for numbers that are not finite, which a plan's tensors cannot be.
             self.work.items[MemoryPass(SCAN, "float32", whole)] += 1
         make()
@@ -151,7 +157,11 @@ class WorkRecorder(TorchDispatchMode):
             if size:
                 kind = FUNCTION if any(part in name for part in FUNCTIONS) else SUM
                 kind = COPY if self.of_runtime else kind
-                self.work.items[MemoryPass(kind, _name(given[0].dtype), size)] += 1
+                types = {_name(t.dtype) for t in [*given, *made] if t.is_floating_point()}
+                if len(types) > 1:
+                    self.work.items[MemoryPass(MIXED, "float32", size)] += 1
+                else:
+                    self.work.items[MemoryPass(kind, _name(given[0].dtype), size)] += 1
 
     def _record_product(self, first: Tensor, second: Tensor) -> None:
         count = first.shape[0] if first.dim() == 3 else 1
