@@ -106,9 +106,9 @@ class Pool:
         return [self.values[place * numel : (place + 1) * numel].view(shape) for place in range(count)]
 
 
-def in_turn(call: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> Callable[[int], object]:
-    """Return a function of a call's number that calls with another of the tensors each time."""
-    return lambda number: call(tensors[number % len(tensors)])
+def in_turn(call: Callable[[Any], object], operands: Sequence[Any]) -> Callable[[int], object]:
+    """Return a function of a call's number that calls with another of the operands each time."""
+    return lambda number: call(operands[number % len(operands)])
 
 
 def product_points(clock: Clock, pool: Pool) -> Iterator[tuple[str, list[list[float]]]]:
@@ -420,7 +420,7 @@ def measure_rates(
         **dict(message_points(clock)),
     }
     show("Adam ...")
-    found = {
+    found: dict[str, Any] = {
         "products": products,
         "attention": attention,
         "passes": passes,
@@ -428,7 +428,7 @@ def measure_rates(
         "adam": dict(adam_rates(clock)),
         "hidden": hidden_share(clock),
     }
-    about = {
+    about: dict[str, Any] = {
         "date": str(date.today()),
         "machine": machine_in_words(),
         "device": "cpu",

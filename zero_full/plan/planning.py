@@ -105,7 +105,8 @@ def _plans(
         with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
             stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
     if rates is not None:
-        check_rates(rates, cluster.device, cluster.world * (pipe or getattr(model, "num_stages", 1)))
+        places = (pipe or model.num_stages) if isinstance(model, PipelineModule) else 1
+        check_rates(rates, cluster.device, cluster.world * (cluster.tensor or 1) * places)
     if isinstance(model, PipelineModule):
         return [
             _plan_pipeline(model, each, cluster, inputs, pipe, rates)

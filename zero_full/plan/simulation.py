@@ -212,7 +212,7 @@ class Simulation:
 
         Returns, for each, the bytes sent and the bytes of parameters read from the spill file.
         """
-        found = []
+        found = list[tuple[int, int]]()
         for is_boundary in boundaries:
             if self.config.managed_gradient_accumulation:
                 self.engine.set_gradient_accumulation_boundary(is_boundary)

@@ -176,7 +176,7 @@ def _seconds(item: Item, rates: MachineRates, transport: str) -> float:
         return item.count * seconds_at(points, item.rows, item.inner, item.columns)
     if isinstance(item, AttentionCall):
         points = _known(rates.attention, f"{item.dtype} {item.direction}", "attention in")
-        longest = points[-1][0]
+        longest: float = points[-1][0]
         more = max(1.0, item.tokens / longest)  # beyond the measured tokens, seconds grow with their square
         return item.heads * item.width / HEAD * more * seconds_at(points, item.tokens)
     if isinstance(item, MemoryPass):
@@ -185,7 +185,8 @@ def _seconds(item: Item, rates: MachineRates, transport: str) -> float:
     if isinstance(item, Collective):
         name = f"{transport} {item.kind} {item.dtype}"
         return seconds_at(_known(rates.collectives, name, "collectives:"), item.size)
-    return item.numel * _known(rates.adam, item.dtypes, "Adam in")
+    of_element: float = _known(rates.adam, item.dtypes, "Adam in")
+    return item.numel * of_element
 
 
 def _known(table: Any, name: str, what: str, other: str = "") -> Any:
