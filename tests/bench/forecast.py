@@ -26,7 +26,7 @@ from tests.bench.peers import Row, Setup
 from tests.bench.step_time import DTYPES, SIZES, Plan, Rank, leave_with_parent
 from tests.worlds import Pool
 from zero_full import LayerSpec, PipelineModule
-from zero_full.measure.rates import QUICK, Sizes, mean_rates, measure_rates
+from zero_full.measure.rates import QUICK, MeasuredSizes, mean_rates, measure_rates
 from zero_full.plan import plan
 from zero_full.plan.machine_file import MachineRates
 from zero_min.gpt import GPT, Block, GPTConfig
@@ -120,7 +120,7 @@ def rank_main(_: Any, asked: Asked) -> Answer:
 
     def measure_machine() -> None:
         begin = time.perf_counter()
-        found.rates.append(measure_rates(dist.group.WORLD, sizes=QUICK if asked.quick else Sizes()))
+        found.rates.append(measure_rates(dist.group.WORLD, sizes=QUICK if asked.quick else MeasuredSizes()))
         found.seconds.append(time.perf_counter() - begin)
 
     measure_machine()

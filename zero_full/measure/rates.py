@@ -48,7 +48,7 @@ LEAST, MOST = 3, 100  # repeated calls
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """The sizes that are measured, and how often."""
 
     tokens: tuple[int, ...] = (16, 64, 256, 1024)  # rows of activations
@@ -61,13 +61,13 @@ class Sizes:
     seconds: float = 0.008  # of repeated calls
 
 
-QUICK = Sizes((16, 64), (64, 256), (2**12, 2**20), (2**10, 2**20), (1, 3), 3, 3, 0.0)  # for tests
+QUICK = MeasuredSizes((16, 64), (64, 256), (2**12, 2**20), (2**10, 2**20), (1, 3), 3, 3, 0.0)  # for tests
 
 
 class Clock:
     """Times calls on all ranks at once."""
 
-    def __init__(self, group: Any, sizes: Sizes) -> None:
+    def __init__(self, group: Any, sizes: MeasuredSizes) -> None:
         self.group, self.sizes = group, sizes
         self.world = 1 if group is None else group.size()
 
@@ -400,7 +400,7 @@ def tiny_config(stage: int) -> dict[str, Any]:
 
 
 def measure_rates(
-    group: Any, show: Callable[[str], None] = lambda text: None, sizes: Sizes = Sizes()
+    group: Any, show: Callable[[str], None] = lambda text: None, sizes: MeasuredSizes = MeasuredSizes()
 ) -> MachineRates:
     """Measure all rates on the ranks of this group at once; None: alone. `show` gets a line a topic."""
     clock = Clock(group, sizes)
