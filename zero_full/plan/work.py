@@ -17,15 +17,15 @@ from zero_full.comm.traffic import CollectiveCall
 from zero_full.nested import tensors_in
 from zero_full.shard.group.dtensors import local_of
 
-aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+# Operations of torch.ops.aten that multiply matrices, with the place of the first matrix.
+PRODUCTS = {"mm.default": 0, "addmm.default": 1, "bmm.default": 0, "baddbmm.default": 1}
 # Operations of which each element takes the time of a function such as exp, and not that of a sum.
 FUNCTIONS = ("gelu", "silu", "softmax", "tanh", "exp", "sigmoid", "erf", "norm", "dropout", "cross_entropy")
 SUMMING = ("reduce_scatter", "all_reduce")  # collectives
 ATTENTION = "scaled_dot_product"
 UNKNOWN = ("convolution", "_fft", "linalg", "cdist", "grid_sampler", "lstm", "gru", "rnn", "sort", "topk")
 # Operations that read only the rows of a table that they return.
-GATHERS = (aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor)
+GATHERS = ("embedding.default", "index_select.default", "gather.default", "index.Tensor")
 # Kinds of passes over memory. "mixed": a copy or sum of two types.
 SUM, FUNCTION, COPY, SCAN, MIXED = "sum", "function", "copy", "scan", "mixed"
 FORWARD, BACKWARD = "forward", "backward"
@@ -143,8 +143,8 @@ class WorkRecorder(TorchDispatchMode):
             self._record_adam(args)
             return
         self.work.operations += not self.of_runtime
-        if func in PRODUCTS and not self.of_runtime:
-            self._record_product(*args[PRODUCTS[func] : PRODUCTS[func] + 2])
+        if name in PRODUCTS and not self.of_runtime:
+            self._record_product(*args[PRODUCTS[name] : PRODUCTS[name] + 2])
         elif ATTENTION in name:
             self._record_attention(args, "backward" in name)
         elif any(part in name for part in UNKNOWN):
@@ -152,7 +152,7 @@ class WorkRecorder(TorchDispatchMode):
         elif given and not name.partition(".")[0].endswith("_like") and _moves_data(func):
             made = [local_of(t) for t in tensors_in(result) if t.dim()] if returns_new(func) else []
             size = (
-                2 * sum(t.nbytes for t in made) if func in GATHERS else sum(t.nbytes for t in [*given, *made])
+                2 * sum(t.nbytes for t in made) if name in GATHERS else sum(t.nbytes for t in [*given, *made])
             )
             if size:
                 kind = FUNCTION if any(part in name for part in FUNCTIONS) else SUM
