@@ -201,7 +201,7 @@ def test_what_has_no_rate_is_not_forecast() -> None:
         "matrix products in": planned(1, machine(products={})),
         "collectives:": planned(1, shared_memory=False),
         "Adam in": planned(1, machine(adam={})),
-        "measured by one rank": planned(1, model=pipeline(), world=1, inputs=PAIR),
+        "measured by one rank": planned(1, model=pipeline(per_rank=1), world=1, inputs=PAIR),
         "splits backward": planned(
             1, model=pipeline(), world=1, inputs=PAIR, pipeline={"schedule": "interleaved_zero_bubble"}
         ),
