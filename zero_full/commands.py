@@ -95,6 +95,13 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def _doctor(options: Namespace) -> "int | Script":
+    """Report on the machine, or measure the rates that a forecast needs."""
+    if options.out is None:
+        return doctor.main(options.measure, options.json)
+    return _implementation("zero_full.measure", check=early_checks.doctor)(options)
+
+
 def _build(options: Namespace) -> int:
     load, reason = doctor.imported("zero_full.kernels.load")
     if load is None:
@@ -130,12 +137,17 @@ FILL = _argument(
     default=[],
     metavar="KEY=VALUE",
 )
+MACHINE = _argument(
+    "--machine",
+    "a file of `doctor --measure --out`, to forecast the time of a step, too",
+    metavar="FILE",
+)
 COMMANDS = (
     Command(
         "doctor",
         "report what is installed, what is used, and any problems",
-        ("", "--measure", "--measure /local_nvme"),
-        lambda options: doctor.main(options.measure, options.json),
+        ("", "--measure", "--measure /local_nvme", "--measure --out machine.json"),
+        _doctor,
         (
             _argument(
                 "--measure",
@@ -144,6 +156,11 @@ COMMANDS = (
                 nargs="?",
                 const="",
                 metavar="DIRECTORY",
+            ),
+            _argument(
+                "--out",
+                "with --measure: write the rates of this machine's ranks to this file, for `plan --machine`",
+                metavar="FILE",
             ),
             _flag("--json", "print one line of JSON"),
         ),
@@ -182,6 +199,7 @@ COMMANDS = (
             _argument(
                 "--device", "device of the run (default: cuda)", choices=["cuda", "cpu"], default="cuda"
             ),
+            MACHINE,
             _flag("--stages", "compare all stages"),
             _flag("--json", "print one line of JSON for each stage"),
         ),

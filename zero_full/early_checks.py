@@ -20,6 +20,15 @@ from zero_full.errors import UsageError
 from zero_full.formatting import parse_size
 
 
+def doctor(options: Namespace) -> None:
+    """Check the arguments of `doctor --out`."""
+    if options.measure is None:
+        raise UsageError("--out needs --measure: doctor --measure --out FILE")
+    if options.measure:
+        raise UsageError("--out measures no disk: pass --measure without a directory")
+    check_writable(options.out, "--out")
+
+
 def plan(options: Namespace) -> None:
     """Check the arguments of `plan`."""
     from zero_full.config.auto import read_filled

@@ -240,20 +240,7 @@ def zero_full(
         if not hasattr(ours, "initialize"):
             raise NotInstalled("not there yet")
         model = setup.model()
-        config = json_config(setup, stage)
-        params = {**ADAMW, "betas": list(ADAMW["betas"])}
-        config["optimizer"] = {"type": "AdamW", "params": params}
-        config["zero_optimization"]["overlap_comm"] = setup.overlap
-        config["shared_memory"] = not messages
-        if offload is not None:
-            config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
-        if offload_param is not None:
-            config["zero_optimization"]["offload_param"] = {**host_section(setup), **offload_param}
-        if stage == 3:  # as FSDP2 here: everything is sharded, and gathered again for backward
-            config["zero_optimization"] |= {
-                "stage3_param_persistence_threshold": 0,
-                "stage3_max_reuse_distance": 0,
-            }
+        config = ours_config(setup, stage, offload, offload_param, messages)
         engine = ours.initialize(
             model=model,
             model_parameters=model.parameters(),
@@ -265,6 +252,31 @@ def zero_full(
         return Trainee(model, engine_backward(engine), engine.step, engine, traffic=traffic, close=close)
 
     return build
+
+
+def ours_config(
+    setup: Setup,
+    stage: int,
+    offload: dict[str, Any] | None = None,
+    offload_param: dict[str, Any] | None = None,
+    messages: bool = False,
+) -> dict[str, Any]:
+    """The configuration of a row of ours: see `zero_full`."""
+    config = json_config(setup, stage)
+    params = {**ADAMW, "betas": list(ADAMW["betas"])}
+    config["optimizer"] = {"type": "AdamW", "params": params}
+    config["zero_optimization"]["overlap_comm"] = setup.overlap
+    config["shared_memory"] = not messages
+    if offload is not None:
+        config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
+    if offload_param is not None:
+        config["zero_optimization"]["offload_param"] = {**host_section(setup), **offload_param}
+    if stage == 3:  # as FSDP2 here: everything is sharded, and gathered again for backward
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+    return config
 
 
 def engine_backward(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:

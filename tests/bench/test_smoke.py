@@ -83,6 +83,9 @@ SMOKE = {
     "engines": [Smoke("--small")],
     "facade": [Smoke(patch=constants(LAYERS=1, ROUNDS=1, STEPS=1))],
     "files": [Smoke("--directory DIRECTORY --mib 1 --rounds 1")],
+    "forecast": [
+        Smoke("--sizes 50k --dtypes fp32 --rounds 1 --steps 1 --rows stage-2 --quick"),
+    ],
     "hooks": [Smoke(patch=constants(LAYERS=4, ROUNDS=1, PASSES=1))],
     "kernel_sizes": [Smoke(slow=True)],  # it compiles all operators
     "kernels": [Smoke("--rows unscale --numel 4096 --threads 1 --rounds 1")],
@@ -153,7 +156,8 @@ def test_a_benchmark_runs_to_its_last_line(
 ) -> None:
     module = importlib.import_module(f"tests.bench.{name}")
     given = [word.replace("DIRECTORY", str(tmp_path)) for word in run.arguments.split()]
-    given = [re.sub(r"^(1-bit|zero_full)-", r"\1 ", word) for word in given]  # names of rows with a blank
+    # Names of rows have a blank.
+    given = [re.sub(r"^(1-bit|zero_full|stage)-", r"\1 ", word) for word in given]
     monkeypatch.setattr("sys.argv", [f"{name}.py", *given])
     monkeypatch.setenv("ZERO_FULL_SHARED_MEMORY", "on")  # a benchmark may change it: it is put back
     if hasattr(module, "Pool"):

@@ -25,6 +25,9 @@ without values, of a pipeline, and on a CPU, which keeps the memory of gradients
 table says "at most", and `passes` is None. The row of activations has what is alive after forward: storages
 that autograd has saved, each counted once, inputs and outputs.
 
+With the rates of a machine (`machine=`, a file of `doctor --measure --out`), a plan of a CPU's run forecasts
+the time of a step, too: see [Note: the time of a step] in `step_time.py`.
+
 Not predicted: rounding and fragmentation of the allocator, the memory of an accelerator's context and
 libraries, NCCL's buffers, temporaries inside an operator or of an optimizer's own step, its step counters,
 and a loss that is computed outside the model.

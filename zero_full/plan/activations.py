@@ -8,6 +8,7 @@ order in which gradients arrived here. A gradient counts here until it arrives, 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from zero_full.errors import PlanError
 from zero_full.nested import tensors_in
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.user_frames import raised
+from zero_full.plan.work import BACKWARD as BACKWARD_PASS
+from zero_full.plan.work import WorkRecorder
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.group.dtensors import is_dtensor, largest_shape, like, local_of
 
@@ -47,12 +50,16 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
 
 
 def pass_bytes(
-    model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes, has_backward: bool = True
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    dtypes: Dtypes,
+    has_backward: bool = True,
+    recorder: WorkRecorder | None = None,
 ) -> PassBytes:
     """Run forward and backward on fake tensors, and measure what is alive beside the model.
 
     Uses fake tensors instead of meta tensors. On the meta device, attention uses a kernel that saves all
-    scores, unlike on a CPU or a GPU.
+    scores, unlike on a CPU or a GPU. `recorder`: records the operations of forward and of backward.
     """
     tracker = FakeTracker()
     with FakeTensorMode(), torch.device("cpu"), without_fake_tensor_log():
@@ -62,10 +69,10 @@ def pass_bytes(
                 param.register_post_accumulate_grad_hook(partial(_arrived, tracker, name))
         buffers = dtypes.of_buffers(model)
         state |= {name: _like(t, buffers[name]) for name, t in model.named_buffers()}
-        probe = _Pass(model, tracker, has_backward)
+        probe = _Pass(model, tracker, has_backward, recorder)
         given = {f"model.{name}": t for name, t in state.items()}
         fake_inputs = tuple(_like(t, t.dtype) for t in inputs)
-        with tracker, tracker.counting(ALIVE):
+        with tracker, recorder or nullcontext(), tracker.counting(ALIVE):
             torch.func.functional_call(probe, given, fake_inputs)
         found = tracker.between_marks((ALIVE,))
     always = sum(t.nbytes for t in map(local_of, tensors_in(fake_inputs)))
@@ -78,9 +85,12 @@ class _Pass(nn.Module):
 
     saved, succeeded = 0, False  # bytes alive after forward; there was a backward without an error
 
-    def __init__(self, model: nn.Module, tracker: MemoryTracker, has_backward: bool) -> None:
+    def __init__(
+        self, model: nn.Module, tracker: MemoryTracker, has_backward: bool, recorder: WorkRecorder | None
+    ) -> None:
         super().__init__()
         self.model, self.tracker, self.has_backward = model, tracker, has_backward
+        self.recorder = recorder
 
     def forward(self, *given: Tensor) -> None:
         """Run forward, and backward from the loss, or from all outputs if none is a loss."""
@@ -89,6 +99,8 @@ class _Pass(nn.Module):
         self.tracker.mark(FORWARD)
         ends = [t for t in tensors_in(outputs) if t.requires_grad]
         ends = [t for t in ends if t.numel() == 1][:1] or ends
+        if self.recorder is not None:
+            self.recorder.begin(BACKWARD_PASS)
         if self.has_backward and ends:
             try:
                 torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])

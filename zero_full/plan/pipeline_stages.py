@@ -16,9 +16,9 @@ schedule (`zero_full/pipeline/timetable.py`), are the activations.
 A neighbouring stage on the same rank gets the tensor itself, which then replaces the receive buffer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,8 @@ from zero_full.plan.activations import FakeTracker
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.result import PipelinePart
 from zero_full.plan.simulation import CPU, Cluster, Simulation
+from zero_full.plan.work import BACKWARD as BACKWARD_PASS
+from zero_full.plan.work import Work, WorkRecorder
 from zero_full.start.from_config import settings_of
 
 ALIVE = "alive"
@@ -138,14 +140,17 @@ class StageBytes:
     given: int  # outputs for the next stage
     held: int  # from the forward to the backward, with the outputs
     held_for_weights: int  # between the two parts of backward, with the outputs
+    work: Mapping[str, Work] = field(default_factory=dict)  # of forward and of backward, if recorded
 
 
 class _OneMicroBatch(nn.Module):
     """Runs one micro-batch through a stage, and measures the bytes that are held after each part."""
 
-    def __init__(self, chunk: StageLayers, tracker: MemoryTracker, splits: bool) -> None:
+    def __init__(
+        self, chunk: StageLayers, tracker: MemoryTracker, splits: bool, recorder: WorkRecorder | None
+    ) -> None:
         super().__init__()
-        self.chunk, self.tracker, self.splits = chunk, tracker, splits
+        self.chunk, self.tracker, self.splits, self.recorder = chunk, tracker, splits, recorder
 
     def forward(self, inputs: Any) -> tuple[Handover, int, int]:
         """Return the handover to the next stage, and the bytes held after forward and between the parts."""
@@ -154,7 +159,7 @@ class _OneMicroBatch(nn.Module):
         sent = () if chunk.takes is None else chunk.takes.carriers(CPU, requires_grad=True)
         received = None if chunk.is_last else chunk.gives.carriers(CPU)
         self.tracker.begin(())
-        with self.tracker, self.tracker.counting(ALIVE):
+        with self.tracker, self.tracker.counting(ALIVE), self.recorder or nullcontext():
             outputs = chunk(*sent)
             held = between = self.tracker.alive_bytes()
             if self.splits and sent and chunk.batch.failure is None:
@@ -163,15 +168,23 @@ class _OneMicroBatch(nn.Module):
                 of_inputs = sum(t.grad.nbytes for t in sent if t.grad is not None)
                 between = self.tracker.alive_bytes() - of_inputs
                 del kept
+            elif self.recorder is not None and chunk.batch.failure is None:
+                self.recorder.begin(BACKWARD_PASS)
+                made = (outputs,) if isinstance(outputs, Tensor) else outputs
+                ends = [t for t in made if t.requires_grad]
+                torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
         if (error := chunk.batch.failure) is not None:
             raise error
         return chunk.gives, held, between
 
 
-def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequence[Any]) -> list[StageBytes]:
+def stage_bytes(
+    places: Sequence[PipelineModule], config: Config, batch: Sequence[Any], records: bool = False
+) -> list[StageBytes]:
     """Run one micro-batch through all stages, without values.
 
-    batch  the inputs of the first layer, and the labels: all but the last are inputs
+    batch    the inputs of the first layer, and the labels: all but the last are inputs
+    records  record the work of forward and backward, unless the schedule splits backward
     """
     if len(batch) < 2:
         raise PlanError(
@@ -189,7 +202,8 @@ def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequenc
             module = places[places[0].place_of(stage)]
             chunk = StageLayers(module, stage, takes, LOSS, CPU, autocast, casts_to, _untimed)
             chunk.batch = RunningBatch([inputs], [labels])
-            probe = _OneMicroBatch(chunk, FakeTracker(), splits)
+            recorder = WorkRecorder() if records and not splits else None
+            probe = _OneMicroBatch(chunk, FakeTracker(), splits, recorder)
             try:
                 given = inputs if takes is None else takes.example(CPU)
                 state = _state(probe, module, config)
@@ -203,7 +217,8 @@ def stage_bytes(places: Sequence[PipelineModule], config: Config, batch: Sequenc
                 ) from error
             read = _bytes(inputs) * (takes is None) + _bytes(labels) * chunk.is_last
             taken = 0 if takes is None else _bytes(takes.carriers("meta"))
-            found.append(StageBytes(read, taken, _bytes(gives.carriers("meta")), held, between))
+            work = {} if recorder is None else recorder.parts
+            found.append(StageBytes(read, taken, _bytes(gives.carriers("meta")), held, between, work))
             takes = gives
     return found
 

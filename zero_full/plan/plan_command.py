@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> int:
         print(remark, file=sys.stderr)
     make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
     options_of_plan = {"inputs": [input_of(text) for text in options.batch], "device": options.device}
-    for name in ("expert_parallel", "tensor", "pipe"):
+    for name in ("expert_parallel", "tensor", "pipe", "machine"):
         options_of_plan[name] = getattr(options, name)
     with _tensor_mesh(options.tensor) as mesh, StatusLine(sys.stderr) as line:
         line.show("planning ...")

@@ -18,8 +18,11 @@ from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.pipeline.module import PipelineModule
 from zero_full.plan.activations import PassBytes, pass_bytes
+from zero_full.plan.forecast import Forecast
+from zero_full.plan.machine_file import MachineRates, check_rates, read_rates
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
+from zero_full.plan.work import WorkRecorder
 from zero_full.shard.group.dtensors import is_dtensor
 from zero_full.start.argument_checks import check_model
 from zero_full.start.dtensor_checks import check_dtensor_options
@@ -39,12 +42,14 @@ def plan(
     expert_parallel: int | None = None,
     tensor: int | None = None,
     pipe: int | None = None,
+    machine: str | Path | MachineRates | None = None,
 ) -> Plan:
     """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
     Without inputs, activations are unknown.
     """
-    [made] = _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, None)
+    cluster = Cluster(world, expert_parallel, device, tensor)
+    [made] = _plans(model, config, cluster, inputs, pipe, None, machine)
     return made
 
 
@@ -58,6 +63,7 @@ def plan_stages(
     expert_parallel: int | None = None,
     tensor: int | None = None,
     pipe: int | None = None,
+    machine: str | Path | MachineRates | None = None,
 ) -> list[Plan]:
     """Make a plan for every stage that the optimizer supports, regardless of the config's stage.
 
@@ -71,8 +77,10 @@ def plan_stages(
              that has cut the model, if any
     pipe     the ranks of a pipeline, beside `world` data-parallel ones; None: the PipelineModule's
              `num_stages`
+    machine  the file of `doctor --measure --out` or its rates, to forecast the time of a step, too
     """
-    return _plans(model, config, Cluster(world, expert_parallel, device, tensor), inputs, pipe, STAGES)
+    cluster = Cluster(world, expert_parallel, device, tensor)
+    return _plans(model, config, cluster, inputs, pipe, STAGES, machine)
 
 
 def _plans(
@@ -82,8 +90,10 @@ def _plans(
     inputs: Sequence[Any],
     pipe: int | None,
     stages: Sequence[int] | None,
+    machine: str | Path | MachineRates | None,
 ) -> list[Plan]:
     """Make a plan for each of `stages` that the optimizer and the model support; None: for the config's."""
+    rates = read_rates(machine) if isinstance(machine, str | Path) else machine
     if pipe is not None and pipe < 1:
         raise PlanError(f"pipe is {pipe}, but must be a number of ranks above 0")
     if pipe is not None and not isinstance(model, PipelineModule):
@@ -95,13 +105,21 @@ def _plans(
     if stages is not None:
         with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
             stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
+    if rates is not None:
+        places = (pipe or model.num_stages) if isinstance(model, PipelineModule) else 1
+        check_rates(rates, cluster.device, cluster.world * (cluster.tensor or 1) * places)
     if isinstance(model, PipelineModule):
         return [
-            _plan_pipeline(model, each, cluster, inputs, pipe) for each in _at(resolved, stages, highest=1)
+            _plan_pipeline(model, each, cluster, inputs, pipe, rates)
+            for each in _at(resolved, stages, highest=1)
         ]
-    model_pass = _model_pass(model, resolved.config, inputs)
+    forecast = None if rates is None else Forecast(rates, WorkRecorder(), inputs)
+    model_pass = _model_pass(model, resolved.config, inputs, forecast)
     saved = model_pass.saved if inputs else None
-    return [_plan(model, each, cluster, saved, model_pass) for each in _at(resolved, stages, highest=3)]
+    return [
+        _plan(model, each, cluster, saved, model_pass, forecast=forecast)
+        for each in _at(resolved, stages, highest=3)
+    ]
 
 
 def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[Resolved]:
@@ -110,10 +128,16 @@ def _at(resolved: Resolved, stages: Sequence[int] | None, highest: int) -> list[
 
 
 def _plan_pipeline(
-    model: PipelineModule, resolved: Resolved, cluster: Cluster, inputs: Sequence[Any], pipe: int | None
+    model: PipelineModule,
+    resolved: Resolved,
+    cluster: Cluster,
+    inputs: Sequence[Any],
+    pipe: int | None,
+    rates: MachineRates | None,
 ) -> Plan:
     """Return the plan of the place with the highest peak, with those of all places."""
     from zero_full.plan import pipeline_stages as stages_of  # plans of other models need no pipelining
+    from zero_full.plan.pipeline_time import PipelineForecast
 
     if cluster.tensor is not None or cluster.experts is not None:
         raise PlanError(
@@ -125,15 +149,20 @@ def _plan_pipeline(
         raise
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
-    sizes = stages_of.stage_bytes(places, resolved.config, inputs) if inputs else []
+    sizes = stages_of.stage_bytes(places, resolved.config, inputs, rates is not None) if inputs else []
     owned = (p.numel() for m in places for name, p in m.named_parameters() if not m.is_copy(name))
     numel, plans = sum(owned), []
     for module in places:
         part, activation_bytes, received = stages_of.part_of(module, resolved, sizes)
         seen_from = stages_of.PipelineCluster(**vars(cluster), module=module)
-        made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, stages_of.PlaceSimulation)
+        forecast = None
+        if rates is not None:
+            forecast = PipelineForecast(rates, WorkRecorder(), inputs, module, sizes)
+        simulation = stages_of.PlaceSimulation
+        made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, simulation, forecast)
         plans.append(replace(made, numel=numel, received=received, pipeline=part))
-    return replace(max(plans, key=lambda each: each.peak), places=tuple(plans))
+    slowest = max((each.step_time for each in plans if each.step_time), key=lambda t: t.total, default=None)
+    return replace(max(plans, key=lambda each: each.peak), places=tuple(plans), step_time=slowest)
 
 
 def _resolved(config: Any, world: int) -> Resolved:
@@ -166,14 +195,16 @@ def _plan(
     activation_bytes: int | None,
     model_pass: PassBytes = UNKNOWN,
     simulation: type[Simulation] = Simulation,
+    forecast: Forecast | None = None,
 ) -> Plan:
+    recorder = None if forecast is None else WorkRecorder(of_runtime=True)
     try:
         check_model(model)
         _check_experts(model, cluster)
         for name, param in model.named_parameters():
             if is_dtensor(param):
                 check_dtensor_options(name, settings_of(resolved.config))
-        simulated = simulation(model, resolved, cluster, model_pass.arrivals)
+        simulated = simulation(model, resolved, cluster, model_pass.arrivals, recorder)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
@@ -182,6 +213,8 @@ def _plan(
     for phase in simulated.phases:  # each kind is of the phase in which it is largest
         for kind in ("moments", "update", "sent", "saved"):
             found[kind] = max(found[kind], getattr(phase, kind))
+    if forecast is not None:
+        found |= forecast.of(simulated)
     on_cpu = cluster.device == "cpu"  # which keeps the memory of gradients from step to step
     return Plan(
         stage=resolved.config.zero_optimization.stage,
@@ -241,5 +274,10 @@ def _largest_sum(runtime: Sequence[tuple[str, int]], model: Sequence[tuple[str, 
     return largest
 
 
-def _model_pass(model: nn.Module, config: Config, inputs: Sequence[Any]) -> PassBytes:
-    return pass_bytes(model, inputs, settings_of(config).dtypes.for_model(model)) if inputs else UNKNOWN
+def _model_pass(
+    model: nn.Module, config: Config, inputs: Sequence[Any], forecast: Forecast | None
+) -> PassBytes:
+    if not inputs:
+        return UNKNOWN
+    dtypes = settings_of(config).dtypes.for_model(model)
+    return pass_bytes(model, inputs, dtypes, recorder=None if forecast is None else forecast.of_model)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_full.formatting import human, terminal_width
+from zero_full.plan.step_time import PARTS, StepTime
 
 PERSISTENT = {
     "parameters": "parameters",
@@ -108,6 +109,8 @@ class Plan:
     received: int = 0  # buffers to receive from other stages, for all micro-batches; kept between steps
     pipeline: PipelinePart | None = None
     places: tuple["Plan", ...] = ()  # of all ranks of the pipeline
+    step_time: StepTime | None = None  # forecast; None: without a machine file, or `not_forecast` says why
+    not_forecast: str = ""
 
     @property
     def between_steps(self) -> int:
@@ -163,7 +166,7 @@ class Plan:
                 _line("    optimizer temporaries", phase.update),
                 _line("    sent in a step", phase.sent),
             ]
-        return "\n".join([*lines, *_by_place(self)])
+        return "\n".join([*lines, *_by_place(self), *_time_lines(self)])
 
     def as_json(self) -> str:
         """Return all numbers as one line of JSON."""
@@ -175,7 +178,8 @@ def _with_sums(plan: Plan) -> dict[str, Any]:
     sums = {"between_steps": plan.between_steps, "peak": plan.peak}
     places = [_with_sums(place) for place in plan.places]
     known = plan.activations is not None
-    return {**asdict(plan), **sums, "peak_has_activations": known, "places": places}
+    time = None if plan.step_time is None else plan.step_time.as_dict()
+    return {**asdict(plan), **sums, "peak_has_activations": known, "places": places, "step_time": time}
 
 
 def _ranks(plan: Plan) -> str:
@@ -203,6 +207,23 @@ def _by_place(largest: Plan) -> Iterator[str]:
         flying = " ".join(map(str, part.in_flight))
         sizes = f"{human(plan.between_steps):>14}{human(plan.activations):>13}{human(plan.peak):>10}"
         yield f"{part.place:<6}{layers:<16}{sizes}{flying:>11}{part.idle:>8.1%}"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines of the forecast time, or why it is not forecast; none without a machine file."""
+    time = plan.step_time
+    if plan.not_forecast:
+        yield from ("", *textwrap.wrap(f"time not forecast: {plan.not_forecast}", terminal_width()))
+    if time is None:
+        return
+    yield from ("", "seconds of a step, a forecast")
+    for part, name in PARTS.items():
+        seconds = getattr(time, part)
+        if seconds:
+            yield f"  {name:<32}{'-' if part == 'hidden' else ''}{1e3 * seconds:.1f} ms"
+    yield f"{'step':<34}{1e3 * time.total:.1f} ms"
+    if time.tokens_per_second is not None:
+        yield f"{'tokens per second, all ranks':<34}{time.tokens_per_second:,.0f}"
 
 
 def _line(name: str, size: int | None) -> str:
@@ -233,7 +254,30 @@ def side_by_side(plans: Sequence[Plan]) -> str:
             lines.append(_row(name, [human(size) for size in sizes]))
         if kind == "peak" and any(each.activations is None for each in plans):
             lines.append(_row("", [WITHOUT_ACTIVATIONS for each in plans]))
+    lines += _time_rows(plans)
     return "\n".join(lines)
+
+
+def _time_rows(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield rows of the forecast times of several plans; none without a machine file."""
+    if any(each.step_time is not None for each in plans):
+        yield _row("step, a forecast", [time_cell(each.step_time) for each in plans])
+    if any(each.step_time is not None and each.step_time.tokens is not None for each in plans):
+        yield _row("tokens/s, all ranks", [rate_cell(each.step_time) for each in plans])
+    for reason in dict.fromkeys(each.not_forecast for each in plans if each.not_forecast):
+        stages = ", ".join(str(each.stage) for each in plans if each.not_forecast == reason)
+        yield f"time not forecast at stage {stages}: {reason}"
+
+
+def time_cell(time: StepTime | None) -> str:
+    """Return the seconds of a step for a table."""
+    return "not forecast" if time is None else f"{1e3 * time.total:.1f} ms"
+
+
+def rate_cell(time: StepTime | None) -> str:
+    """Return the tokens per second for a table."""
+    rate = None if time is None else time.tokens_per_second
+    return "" if rate is None else f"{rate:,.0f}"
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

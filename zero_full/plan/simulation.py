@@ -13,7 +13,7 @@ which can depend on the parameter; and in the whole parameters that they own for
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from zero_full.plan.fake_peers import FakePeers
 from zero_full.plan.memory_tracker import ARRIVING, MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
 from zero_full.plan.result import Phase
+from zero_full.plan.work import Work, WorkRecorder
 from zero_full.shard.access.held_bytes import bytes_behind
 from zero_full.shard.deal.dealer import Dealer, Drafts
 from zero_full.shard.deal.host_memory import Sizes, host_memory
@@ -58,6 +59,7 @@ from zero_full.start.from_config import accumulation_of, scaler_of, settings_of,
 
 DEFAULT_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
 DISTINCT = 3  # micro-batches to simulate: the first, the last, and one for all in between, which are equal
+UPDATE = "update"  # the part of the step's work that is not within forward and backward
 CPU = torch.device("cpu")
 log = logging.getLogger("zero_full")
 
@@ -91,9 +93,18 @@ class Simulation:
     """
 
     def __init__(
-        self, model: nn.Module, resolved: Resolved, cluster: Cluster, arrivals: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        resolved: Resolved,
+        cluster: Cluster,
+        arrivals: Sequence[str] = (),
+        recorder: WorkRecorder | None = None,
     ) -> None:
-        """`arrivals`: names of parameters in the order in which gradients arrive, if known."""
+        """`arrivals`: names of parameters in the order in which gradients arrive, if known.
+
+        `recorder`: records the work of the runtime in a step, for `runtime_work`.
+        """
+        self.recorder = recorder
         self.planned, self.tracker = torch.device(cluster.device), MemoryTracker()
         self.config, self.cluster = resolved.config, cluster
         self.model = meta_copy_of(model, arrivals, partial(self.tracker.counting, ARRIVING))
@@ -112,9 +123,14 @@ class Simulation:
                 if self.optimizer.parts.sites:
                     self._step(1)  # records the order in which modules are called
                     self.optimizer.zero_grad()
+                if recorder is not None:
+                    recorder.parts.clear()
+                    self.traffic.listener = recorder
                 flats = self.optimizer.parts.flats
                 self.tracker.begin(flat.full for flat in flats if flat.released_at_rest)
-                self.sent = self._step(self.config.gradient_accumulation_steps)
+                with recorder or nullcontext():
+                    self.sent = self._step(self.config.gradient_accumulation_steps)
+            self.traffic.listener = None
             self.holdings = self.optimizer.holdings()
             # Peak bytes of temporary memory within a step, by kind.
             self.peaks = {kind: self.tracker.peak(kind) for kind in ("gathered", "update")}
@@ -197,11 +213,13 @@ class Simulation:
 
         Returns, for each, the bytes sent and the bytes of parameters read from the spill file.
         """
-        found = []
+        found = list[tuple[int, int]]()
         for is_boundary in boundaries:
             if self.config.managed_gradient_accumulation:
                 self.engine.set_gradient_accumulation_boundary(is_boundary)
             begin_pass(self.model)
+            if self.recorder is not None:
+                self.recorder.begin(f"pass {len(found)}")
             before, (before_reading, _) = self.traffic.total(), self._file_traffic()
             with self.tracker.counting("gathered"):
                 loss = self.engine(torch.zeros((), device=META))
@@ -226,6 +244,8 @@ class Simulation:
         copied.clear()
         count, before = min(micro_batches, DISTINCT), self._file_traffic()
         passes = self._passes([place + 1 == count for place in range(count)])
+        if self.recorder is not None:
+            self.recorder.begin(UPDATE, in_pass=False)
         with self.tracker.counting("update"):
             self.optimizer.step()
         sent, again = (size * (micro_batches - count) for size in (passes[1] if count > 1 else (0, 0)))
@@ -327,6 +347,13 @@ class Simulation:
             for rank in range(self.cluster.world)
         ]
         return max(totals) - totals[0]
+
+    def runtime_work(self) -> Work:
+        """Return the recorded work of the runtime in a step, for all micro-batches."""
+        assert self.recorder is not None
+        parts, count = self.recorder.parts, self.config.gradient_accumulation_steps
+        middle = parts["pass 1"].times(count - min(count, DISTINCT))  # those that were not simulated
+        return sum(parts.values(), Work()) + middle
 
     def _windows(self) -> int:
         """Return the bytes of shared-memory windows, if all ranks are on one host."""
