@@ -192,6 +192,7 @@ def test_without_a_machine_there_is_no_forecast() -> None:
 def test_what_has_no_rate_is_not_forecast() -> None:
     conv = nn.Sequential(nn.Conv1d(2, 2, 1))
     shape = [torch.empty(1, 2, 4, device="meta")]
+    two: dict[str, Any] = {"world": 1, "inputs": PAIR, "gradient_accumulation_steps": 2}
     cases = {
         "without a batch": planned(1, inputs=[]),
         "convolution": planned(1, model=conv, inputs=shape),
@@ -201,9 +202,9 @@ def test_what_has_no_rate_is_not_forecast() -> None:
         "matrix products in": planned(1, machine(products={})),
         "collectives:": planned(1, shared_memory=False),
         "Adam in": planned(1, machine(adam={})),
-        "measured by one rank": planned(1, model=pipeline(per_rank=1), world=1, inputs=PAIR),
+        "measured by one rank": planned(1, model=pipeline(per_rank=1), **two),
         "splits backward": planned(
-            1, model=pipeline(), world=1, inputs=PAIR, pipeline={"schedule": "interleaved_zero_bubble"}
+            1, model=pipeline(), pipeline={"schedule": "interleaved_zero_bubble"}, **two
         ),
     }
     for reason, made in cases.items():
