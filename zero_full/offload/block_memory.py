@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from zero_full.offload.spill_file import whole_pages
 
 
-class Stored(Protocol):
+class StoredBlock(Protocol):
     """A block of state with a place in a file."""
 
     @property
@@ -34,7 +34,7 @@ class Stored(Protocol):
         """Whether it can be read from the file. Other blocks have memory of their own."""
 
 
-B = TypeVar("B", bound=Stored)
+B = TypeVar("B", bound=StoredBlock)
 
 
 @dataclass(frozen=True)

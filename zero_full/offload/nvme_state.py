@@ -177,7 +177,7 @@ def bytes_of_block(sizes: Iterable[int]) -> int:
     return whole_pages(sum(rounded_up(size, APART) for size in sizes))
 
 
-class Piece(NamedTuple):
+class PieceRead(NamedTuple):
     """A part of a block that is being read."""
 
     block: Block
@@ -290,6 +290,8 @@ class OpenNvmeTier(FileStorage, Tier):
 
     def _memory_at(self, begin: int, size: int) -> Tensor:
         """Return bytes of the memory for blocks, as a storage of their own."""
+        if not size:  # the slice of a rank that owns no element
+            return torch.empty(0, dtype=torch.uint8)
         assert self.memory is not None
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=begin)
 
@@ -306,7 +308,7 @@ class OpenNvmeTier(FileStorage, Tier):
 
     def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
         """Read blocks, and compare checksums where they are known. Runs on the lane."""
-        reading, wrong = deque[Piece](), dict[Block, str]()
+        reading, wrong = deque[PieceRead](), dict[Block, str]()
         for block, window, sums in there:
             for number, piece in enumerate(window.split(PIECE)):
                 if len(reading) == PIECES:
@@ -319,15 +321,15 @@ class OpenNvmeTier(FileStorage, Tier):
             block.window.fill_(NAN_BYTE)
             self.on_read_error(why)
 
-    def _start_piece(self, block: Block, window: Tensor, first: int, sums: Tensor | None) -> Piece:
+    def _start_piece(self, block: Block, window: Tensor, first: int, sums: Tensor | None) -> PieceRead:
         assert block.begin is not None
         try:
             transfer: Transfer | OSError = self.file.read(window, block.begin + first)
         except OSError as error:
             transfer = error
-        return Piece(block, window, first // PAGE, sums, transfer)
+        return PieceRead(block, window, first // PAGE, sums, transfer)
 
-    def _check(self, piece: Piece, wrong: dict[Block, str]) -> None:
+    def _check(self, piece: PieceRead, wrong: dict[Block, str]) -> None:
         """Wait for a piece, and note the first error of its block."""
         try:
             if isinstance(piece.transfer, OSError):
