@@ -34,7 +34,7 @@ def swept(memory: BlockMemory[FileBlock], parts: Sequence[Sequence[FileBlock]]) 
         else:
             assert isinstance(event, Step)
             assert all(block in inside for block in parts[event.number] if block.is_in_file)
-        ends = [(begin, begin + block.padded_size) for block, begin in inside.items()]
+        ends = [(begin, begin + size) for block, begin in inside.items() if (size := block.padded_size)]
         assert all(stop <= memory.size for _, stop in ends)
         for (_, stop), (begin, _) in pairwise(sorted(ends)):
             assert stop <= begin, "two blocks in one place"
@@ -58,10 +58,7 @@ def test_a_step_moves_what_does_not_fit_and_begins_with_what_the_last_one_left()
 def test_every_part_is_there_for_its_step_in_any_order_and_of_any_size(seed: int) -> None:
     chance = random.Random(seed)
     parts = [
-        [
-            FileBlock(PAGE * chance.randrange(1, 9), chance.random() < 0.9)
-            for _ in range(chance.randrange(1, 4))
-        ]
+        [FileBlock(PAGE * chance.randrange(9), chance.random() < 0.9) for _ in range(chance.randrange(1, 4))]
         for _ in range(chance.randrange(1, 12))
     ]
     largest = max(sum(block.padded_size for block in part) for part in parts)
@@ -83,19 +80,20 @@ WIDTHS = (7, 30, 11, 40, 3, 25, 16, 5)
 
 
 class Tower(nn.Module):
-    """Layers of different sizes."""
+    """Layers of different sizes, and a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         pairs = pairwise(WIDTHS)
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x.square().mean()
+        return x.square().mean() + self.empty.sum()
 
 
 def engine_of(stage: int, place: dict[str, Any]) -> Any:

@@ -74,7 +74,7 @@ class BlockMemory(Generic[B]):
             for other, start in begins.items():
                 if begin + block.padded_size <= start:
                     break
-                begin = start + other.padded_size
+                begin = max(begin, start + other.padded_size)  # a block without bytes ends nothing
             if begin + block.padded_size > self.size:
                 return False
             begins = dict(sorted([*begins.items(), (block, begin)], key=lambda item: item[1]))
