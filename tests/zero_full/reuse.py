@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_full
 from zero_full.comm.lane import Pending, ThreadLane
 
-WIDTH, LAYERS = 12, 4
+WIDTH, LAYERS = 12, 8
 SLOWEST_S = 0.004  # that a job on the lane may be late by chance
 LATEST_S = 2.0  # that one may be late which begins when its caller waits for it, who might never do so
 CLOSE = 1e-5
@@ -256,7 +256,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
             draw.choice(("no", "reentrant", "saved")),
             draw.random() < 0.5,
             draw.randrange(10**6),
-            joined=draw.choice((0, 0, 2, 3, LAYERS)),
+            joined=draw.choice((0, 4, LAYERS)),
             kept=draw.random() < 0.5,
         )
         for _ in range(count)

@@ -15,7 +15,7 @@ from zero_full.shard.deal.units import choose_units, join_small
 from zero_full.shard.group.gradients import FlatGradients
 from zero_full.shard.group.parameters import FlatParameters, is_released
 
-WIDTH, LAYERS = 4, 16
+WIDTH, LAYERS, TOGETHER = 4, 64, 8
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -60,16 +60,21 @@ def names_of(model: nn.Module, limit: int, **chosen: Any) -> list[str]:
 
 
 def test_consecutive_small_units_join_up_to_the_limit() -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
-    assert names_of(model, 32) == ["0 1", "2 3", "4"]
-    assert names_of(model, 47) == ["0 1", "2 3", "4"]
-    assert names_of(model, 48) == ["0 1 2", "3 4"]
-    assert names_of(model, 0) == names_of(model, 16) == ["0", "1", "2", "3", "4"]
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)])
+    assert names_of(model, 64) == names_of(model, 79) == ["0 1 2 3", "4 5"]
+    assert names_of(model, 80) == ["0 1 2 3 4", "5"]
+    assert names_of(model, 0) == names_of(model, 63) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_norm_brings_no_large_neighbour_and_no_module_of_another_parent() -> None:
+    block = nn.ModuleDict({"norm": nn.LayerNorm(4), "also": nn.LayerNorm(4), "large": nn.Linear(8, 8)})
+    model = nn.ModuleList([block, nn.ModuleDict({"norm": nn.LayerNorm(4)})])
+    assert names_of(model, 100) == ["0.norm 0.also", "0.large", "1.norm"]
 
 
 def test_a_unit_around_another_one_and_those_of_the_user_join_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Outer(), nn.Linear(4, 4), nn.Linear(4, 4))
-    assert names_of(model, 100) == ["0", "1", "1.inner 2 3"]
+    assert names_of(model, 100) == ["0", "1", "1.inner", "2 3"]
     assert names_of(model, 100, wrap=lambda name, module: name == "2") == ["0", "1", "1.inner", "2", "3"]
     zero_full.set_z3_leaf_modules(model, [Outer])
     assert names_of(model, 100) == ["0", "1", "2 3"]
@@ -102,8 +107,9 @@ def gathered_in_forward(comm: Any, zero: dict[str, Any], passes: int) -> list[li
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_joined_unit_stays_gathered_until_a_module_of_another_one_is_called(passes: int) -> None:
-    pairs = [[], *([2 * (n // 2), 2 * (n // 2) + 1] for n in range(LAYERS))]
-    assert POOL.run(gathered_in_forward, 2, {}, passes) == [pairs, pairs]
+    first = (TOGETHER * (number // TOGETHER) for number in range(LAYERS))
+    expected = [[], *([*range(begin, begin + TOGETHER)] for begin in first)]
+    assert POOL.run(gathered_in_forward, 2, {}, passes) == [expected, expected]
 
 
 def test_without_prefetch_nothing_joins() -> None:
@@ -128,7 +134,7 @@ def collectives(comm: Any, zero: dict[str, Any]) -> tuple[int, int]:
     return gathers.call_count, reductions.call_count
 
 
-@pytest.mark.parametrize(("budget", "units"), [(50_000_000, LAYERS // 2), (0, LAYERS)])
+@pytest.mark.parametrize(("budget", "units"), [(50_000_000, LAYERS // TOGETHER), (0, LAYERS)])
 def test_joined_units_are_gathered_and_reduced_in_one_collective(budget: int, units: int) -> None:
     for found in POOL.run(collectives, 2, {"stage3_prefetch_bucket_size": budget}):
         assert found == (2 * units, units)

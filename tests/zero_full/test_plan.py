@@ -228,9 +228,9 @@ def test_stage_3_keeps_slices_and_gathers_two_units_at_least() -> None:
     assert near.sent == 3 * 3 * near.parameters  # two gathers and a reduction, to three others
     three = at_stage_3(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=3 * LAYER)
     assert three.gathered == (1 + 3) * 2 * LAYER
-    pairs = at_stage_3(depth=16, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=2 * LAYER)
-    assert pairs.gathered == (2 + 2) * 2 * LAYER
-    assert pairs.sent == 3 * 3 * pairs.parameters
+    joined = at_stage_3(depth=64, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=8 * LAYER)
+    assert joined.gathered == (8 + 8) * 2 * LAYER
+    assert joined.sent == 3 * 3 * joined.parameters
 
 
 def test_stage_3_keeps_units_from_forward_to_backward_if_it_may() -> None:

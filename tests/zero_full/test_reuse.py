@@ -20,7 +20,9 @@ KINDS = [
     Case(way, 3, True, micro, recompute, seed=7)
     for way, micro, recompute in product(WAYS, (1, 2), ("no", "reentrant", "saved"))
 ]
-JOINED = [replace(case, joined=2 + number % 3, kept=number % 2 == 0) for number, case in enumerate(KINDS)]
+JOINED = [
+    replace(case, joined=4 + 4 * (number % 2), kept=number % 3 == 0) for number, case in enumerate(KINDS)
+]
 
 
 def close(ranks: list[list[float]], cases: list[Case]) -> None:
@@ -47,9 +49,7 @@ def units_of(comm: Any, joined: int) -> list[int]:
     return [len(group.members) for group in engine.optimizer.parts.trained]
 
 
-@pytest.mark.parametrize(
-    ("joined", "sizes"), [(0, [1, 1, 1, 1]), (2, [1, 2, 2]), (3, [1, 1, 3]), (4, [1, 4])]
-)
+@pytest.mark.parametrize(("joined", "sizes"), [(0, [1] * 8), (4, [1, 4, 4]), (8, [1, 8])])
 def test_layers_join_in_the_cases_that_say_so(joined: int, sizes: list[int]) -> None:
     assert POOL.run(units_of, 2, joined) == [sizes, sizes]
 

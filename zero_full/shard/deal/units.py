@@ -13,6 +13,11 @@ gathered once, before the first use, and released after the last.
 reduced and stepped together. The parameters stay gathered from the first of its modules that is called to the
 first module outside of it. A unit is not joined if the user has named it, or if it contains another one that
 would be called in the middle of it. Joined units are not larger than what may be prefetched (0: nothing).
+
+Modules may be called in another order than they were registered in, and a joined unit is gathered again
+whenever its modules are not called one after the other. So only modules of one parent are joined, which are
+called close to each other, and none with more than a quarter of the elements: a norm must not bring a large
+neighbour.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -30,6 +35,7 @@ INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transformer
 PARTS = 8  # no unit needs to be larger than this part of the model ...
 LIVE_PARTS = 4  # ... or this part of what may be live at a time
 JOINED = 2**20  # elements of joined units: copying as many takes longer than a collective's fixed cost
+FEWEST = 4  # joined units have room for as many of their largest module
 Wrap = Callable[[str, nn.Module], bool]
 
 
@@ -88,15 +94,16 @@ def choose_units(
 def join_small(units: Iterable[Unit], limit: int) -> list[Unit]:
     """Join consecutive units to units of at most `limit` elements. See [Note: joined units]."""
     together: list[list[Unit]] = []
-    room = 0  # elements that the last unit can still take
+    room, parent = 0, ""  # elements that the last unit can still take, and the parent of its modules
     for unit in units:
-        numel = unit.numel
-        if unit.may_join and numel <= room:
+        numel, beside = unit.numel, unit.modules[0][0].rpartition(".")[0]
+        joins = unit.may_join and FEWEST * numel <= limit
+        if joins and numel <= room and beside == parent:
             together[-1].append(unit)
             room -= numel
         else:
             together.append([unit])
-            room = limit - numel if unit.may_join else 0
+            room, parent = limit - numel if joins else 0, beside
     return [_joined(several) for several in together]
 
 
