@@ -97,6 +97,7 @@ def table() -> dict[str, Any]:
         "model": model_tree(),
         "activations": {p: activation_terms(_settings(0, precision=p).dtypes.parameter) for p in PRECISIONS},
         "part": BlockTier(path="/").part_numel,
+        "inMemory": BlockTier(path="/").state_numel,
         "page": PAGE,
         "apart": APART,
         "waiting": dict(_waiting()),

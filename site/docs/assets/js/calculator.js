@@ -266,7 +266,7 @@ const zeroCalculatorPage = (() => {
     const told = (state) => zeroPlan.waiting(shape, { ...run, stage: chosen, state })
     const host = told("cpu"), file = told("nvme")
     const moved = `${human(host.down)} go down and ${human(host.up)} up in a step`
-    const waits = `${human(file.disk)} wait in its file, read and written in every step`
+    const waits = `${human(file.disk)} wait in its file, and steps read and write what host memory does not hold`
     return ` With offload_optimizer "cpu", ${human(host.host)} of a rank wait on the host, and ${moved}. ` +
       `With "nvme", ${waits}, and ${human(file.host)} on the host.`
   }

@@ -337,7 +337,7 @@ const zeroPlan = (() => {
     if (run.state === "cpu") return { host: inMemory, disk: 0, written: 0, ...moved }
     const sizes = flats.map((flat) => roundedUp(sum(tensorsOf(flat, terms.master, run)), data.page))
     const disk = sum(sizes) + more
-    return { host: terms.beside * slices + passing + buffersOf(flats, sizes, run), disk, written: disk, ...moved }
+    return { host: terms.beside * slices + passing + memoryOf(flats, sizes, run), disk, written: disk, ...moved }
   }
 
   // What the first rank has of a buffer in its file: the master, and the optimizer's tensors for each parameter.
@@ -348,8 +348,8 @@ const zeroPlan = (() => {
     return [roundedUp(master * flat.slice, data.apart), ...state]
   }
 
-  // Two, which parts take in turn.
-  function buffersOf(flats, sizes, run) {
+  // What stays in memory: the state of as many elements as may, and at least two parts.
+  function memoryOf(flats, sizes, run) {
     const limit = Math.min(data.part, run.stage === 3 ? data.limits[3].subGroup : Infinity), parts = []
     let room = 0
     flats.forEach((flat, place) => {
@@ -360,8 +360,9 @@ const zeroPlan = (() => {
       parts[parts.length - 1] += sizes[place]
       room -= flat.slice
     })
-    const turns = [0, 1].map((turn) => parts.filter((_, place) => place % 2 === turn))
-    return sum(turns.filter((turn) => turn.length > 0).map((turn) => most(turn) + data.page))
+    const state = sum(parts), numel = Math.max(sum(flats.map((flat) => flat.slice)), 1)
+    const held = Number((BigInt(state) * BigInt(data.inMemory)) / BigInt(numel)) // exact, beyond 2^53
+    return Math.min(state, Math.max(2 * most(parts), roundedUp(held, data.page)))
   }
 
   // Lesson 5, zero_min's Stage2Offload: gradients and optimizer wait on the host. Padded to the ranks only.
