@@ -316,7 +316,10 @@ def test_a_chart_s_sentence_has_the_record_s_numbers() -> None:
 def test_a_chart_of_what_is_not_recorded_stops_the_build() -> None:
     with pytest.raises(places.SiteError, match=r"cpu\.md asks for a chart of nothing; there are peers"):
         charts.render("nothing", "cpu.md")
-    series, row = [ratio_charts.Series("", "hooks")], ratio_charts.Row("", "with hooks on every layer / 25 us")
+    series, row = (
+        [ratio_charts.Series("", "hooks")],
+        ratio_charts.Row("", "with hooks on every layer / 25 us"),
+    )
     for says, rows, message in (
         ("{fast}", [row], "asks for {fast}, and no bar has these names"),
         ("fast", [row, ratio_charts.Row("", "we / they")], "'we / they', which is not in site/records/hooks"),

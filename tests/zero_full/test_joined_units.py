@@ -61,23 +61,29 @@ def names_of(model: nn.Module, limit: int, **chosen: Any) -> list[str]:
 
 def test_consecutive_small_units_join_up_to_the_limit() -> None:
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)])
-    assert names_of(model, 64) == names_of(model, 79) == ["0 1 2 3", "4 5"]
+    assert names_of(model, 64) == names_of(model, 79) == ["0 1 2 3", "4", "5"]
     assert names_of(model, 80) == ["0 1 2 3 4", "5"]
     assert names_of(model, 0) == names_of(model, 63) == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_a_norm_brings_no_large_neighbour_and_no_module_of_another_parent() -> None:
-    block = nn.ModuleDict({"norm": nn.LayerNorm(4), "also": nn.LayerNorm(4), "large": nn.Linear(8, 8)})
-    model = nn.ModuleList([block, nn.ModuleDict({"norm": nn.LayerNorm(4)})])
-    assert names_of(model, 100) == ["0.norm 0.also", "0.large", "1.norm"]
+def test_norms_bring_no_large_neighbour_and_no_module_of_another_parent() -> None:
+    first, second = ({name: nn.LayerNorm(4) for name in names} for names in ("abcd", "ab"))
+    model = nn.ModuleList([nn.ModuleDict({**first, "large": nn.Linear(8, 8)}), nn.ModuleDict(second)])
+    assert names_of(model, 100) == ["0.a 0.b 0.c 0.d", "0.large", "1.a", "1.b"]
 
 
 def test_a_unit_around_another_one_and_those_of_the_user_join_nothing() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Outer(), nn.Linear(4, 4), nn.Linear(4, 4))
-    assert names_of(model, 100) == ["0", "1", "1.inner", "2 3"]
-    assert names_of(model, 100, wrap=lambda name, module: name == "2") == ["0", "1", "1.inner", "2", "3"]
+    model = nn.Sequential(nn.Linear(4, 4), Outer(), *[nn.Linear(4, 4) for _ in range(5)])
+    assert names_of(model, 100) == ["0", "1", "1.inner", "2 3 4 5 6"]
+    assert names_of(model, 100, wrap=lambda name, module: name == "2") == [
+        "0",
+        "1",
+        "1.inner",
+        "2",
+        "3 4 5 6",
+    ]
     zero_full.set_z3_leaf_modules(model, [Outer])
-    assert names_of(model, 100) == ["0", "1", "2 3"]
+    assert names_of(model, 100) == ["0", "1", "2 3 4 5 6"]
 
 
 # While training ------------------------------------------------------------------------------------

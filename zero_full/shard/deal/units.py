@@ -17,7 +17,7 @@ would be called in the middle of it. Joined units are not larger than what may b
 Modules may be called in another order than they were registered in, and a joined unit is gathered again
 whenever its modules are not called one after the other. So only modules of one parent are joined, which are
 called close to each other, and none with more than a quarter of the elements: a norm must not bring a large
-neighbour.
+neighbour. Fewer than four are not joined: a block's two norms are seldom called one after the other.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transformer
 PARTS = 8  # no unit needs to be larger than this part of the model ...
 LIVE_PARTS = 4  # ... or this part of what may be live at a time
 JOINED = 2**20  # elements of joined units: copying as many takes longer than a collective's fixed cost
-FEWEST = 4  # joined units have room for as many of their largest module
+FEWEST = 4  # modules of a joined unit, which has room for as many of its largest one
 Wrap = Callable[[str, nn.Module], bool]
 
 
@@ -104,14 +104,14 @@ def join_small(units: Iterable[Unit], limit: int) -> list[Unit]:
         else:
             together.append([unit])
             room, parent = limit - numel if joins else 0, beside
-    return [_joined(several) for several in together]
+    return [unit for several in together for unit in _joined(several)]
 
 
-def _joined(units: Sequence[Unit]) -> Unit:
-    if len(units) == 1:
-        return units[0]
+def _joined(units: Sequence[Unit]) -> Sequence[Unit]:
+    if len(units) < FEWEST:
+        return units
     modules = tuple(module for unit in units for module in unit.modules)
-    return Unit(modules, tuple(param for unit in units for param in unit.parameters), True)
+    return [Unit(modules, tuple(param for unit in units for param in unit.parameters), True)]
 
 
 def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
