@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from tests.bench import interleave, peers
+from tests.bench import checkpoint, interleave, peers
 from tests.bench.checkpoint_rows import TAG, forget_all, remove
 from tests.bench.interleave import Ratio, Series
 from tests.bench.peers import Setup
@@ -129,13 +129,9 @@ BUILDERS: dict[str, tuple[type[Run], Callable[[int], Callable[[Setup], peers.Tra
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(checkpoint.Plan):
     """One run."""
 
-    directory: str
-    size: str
-    stage: int
-    rounds: int
     length: int = 64  # tokens in a step of a rank
 
 

@@ -1,4 +1,4 @@
-"""Measure the rates of this machine that `plan` and `fit` forecast the time of a step from.
+"""Measure the rates of this machine from which `plan` forecasts the time of a step.
 
     python -m zero_full doctor --measure --out machine.json
     torchrun --standalone --nproc-per-node 2 -m zero_full doctor --measure --out machine.json

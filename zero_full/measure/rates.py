@@ -462,7 +462,7 @@ def machine_in_words() -> str:
 
 
 def mean_rates(measured: Sequence[MachineRates]) -> MachineRates:
-    """Return the mean of several measurements of a machine, whose speed may vary in between."""
+    """Return the mean rates of several measurements of one machine, whose speed varies with time."""
     names = ("products", "attention", "passes", "collectives", "adam", "operations", "runtime", "hidden")
     means = {name: _mean_of([getattr(each, name) for each in measured]) for name in names}
     return replace(measured[0], **means)

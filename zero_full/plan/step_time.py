@@ -14,7 +14,6 @@ its slices. Each part is a sum over its operations, at the measured seconds for 
 A feature without a measured rate is not forecast at all: `NotForecastError` says which.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -138,25 +137,20 @@ class RuntimeSeconds:
 
 def moved_seconds(work: Work, rates: MachineRates, transport: str) -> RuntimeSeconds:
     """Return the seconds of the runtime's collectives, copies and update."""
-    items = work.items
-    moved = [item for item in items if isinstance(item, Collective)]
-    gathers = {item for item in moved if item.kind == "all_gather"}
-    reduces = {item for item in moved if item.kind != "all_gather"}
-    moving = {item: _seconds(item, rates, transport) * items[item] for item in moved}
-    copied = sum(_times(items, rates, transport, MemoryPass))
-    reduce, gather = (sum(moving[each] for each in some) for some in (reduces, gathers))
-    return RuntimeSeconds(
-        reduce=reduce + copied,
-        gather=gather,
-        update=sum(_times(items, rates, transport, AdamStep)),
-        in_pass=sum(seconds for item, seconds in moving.items() if item.in_pass),
-    )
-
-
-def _times(items: Any, rates: MachineRates, transport: str, kind: type[Item]) -> Iterator[float]:
-    for item, count in items.items():
-        if isinstance(item, kind):
-            yield count * _seconds(item, rates, transport)
+    reduce = gather = update = in_pass = 0.0
+    for item, count in work.items.items():
+        if not isinstance(item, Collective | MemoryPass | AdamStep):
+            continue
+        seconds = count * _seconds(item, rates, transport)
+        if isinstance(item, AdamStep):
+            update += seconds
+        elif isinstance(item, Collective) and item.kind == "all_gather":
+            gather += seconds
+        else:  # a reduction, or a copy of gradients
+            reduce += seconds
+        if isinstance(item, Collective) and item.in_pass:
+            in_pass += seconds
+    return RuntimeSeconds(reduce, gather, update, in_pass)
 
 
 def operations_seconds(work: Work, rates: MachineRates) -> float:

@@ -54,7 +54,7 @@ Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `Pa
 
 
 class UnitState:
-    """The parameter groups of a unit, and what is known of the calls of its modules."""
+    """State of a stage-3 unit: its parameter groups, and the calls of its modules in the running pass."""
 
     def __init__(self, groups: Sequence[ParameterGroup], joined: bool = False) -> None:
         """`joined`: several modules share the groups, see [Note: joined units] in `deal/units.py`."""
@@ -244,7 +244,7 @@ class ParameterGatherer:
             self.release(group)
 
     def _release_lingering(self) -> None:
-        """Release the joined unit whose modules have been called, because a module of another one is next."""
+        """Release the joined unit that was kept gathered for its next module, as another unit is called."""
         unit, self.lingering = self.lingering, None
         for group in () if unit is None else unit.groups:
             self.release(group)
@@ -279,7 +279,7 @@ class ParameterGatherer:
         return groups
 
     def _read_ahead(self, order: Order) -> None:
-        """Begin to read the slices of later sites from their file, until no buffer is free."""
+        """Begin to read the slices of later units from their file, until no buffer is free."""
         for group in (group for unit in order.coming() for group in unit.groups):
             if not group.parameters.read_ahead():
                 return
