@@ -24,7 +24,7 @@ from zero_full.shard.group.checksum import fingerprint
 from zero_full.shard.group.master import Master
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import FlatParameters, GatherState
-from zero_full.shard.passes.gather import ParameterGatherer
+from zero_full.shard.passes.gather import ParameterGatherer, UnitState
 from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.peers import Trip
@@ -149,12 +149,14 @@ def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any, exactly:
     self.node_copy = None
 
 
-def leave_here(self: ParameterGatherer, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
+leave = ParameterGatherer._leave
+
+
+def leave_here(self: ParameterGatherer, unit: UnitState, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
     """A module has run on another stream than the one that its parameters' memory belongs to."""
     for group in groups:
-        group.parameters.users -= 1
-        if not keep:
-            self.release(group)
+        group.parameters.home = None
+    leave(self, unit, groups, keep)
 
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
