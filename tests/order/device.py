@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # made while torch.Event is replaced, its classes would extend the replacement
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

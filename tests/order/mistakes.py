@@ -152,7 +152,9 @@ def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any, exactly:
 leave = ParameterGatherer._leave
 
 
-def leave_here(self: ParameterGatherer, unit: UnitState, groups: Sequence[ParameterGroup], keep: bool = False) -> None:
+def leave_here(
+    self: ParameterGatherer, unit: UnitState, groups: Sequence[ParameterGroup], keep: bool = False
+) -> None:
     """A module has run on another stream than the one that its parameters' memory belongs to."""
     for group in groups:
         group.parameters.home = None
