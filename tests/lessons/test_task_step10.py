@@ -77,6 +77,14 @@ def applied(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return result
 
 
+def context(run: Callable[..., Tensor], *inputs: Tensor) -> Any:
+    """The context of a checkpoint's forward. The output stays: torch 2.11 frees what is saved with it."""
+    output = applied(run, *inputs)
+    ctx: Any = output.grad_fn
+    ctx.output = output
+    return ctx
+
+
 def drawn(state: Any) -> list[float] | None:
     """The next two numbers of a generator in this state."""
     if not isinstance(state, Tensor):
@@ -108,7 +116,7 @@ def test_forward_keeps_the_inputs_and_nothing_from_inside() -> None:
 
 def test_forward_leaves_the_inputs_to_autograd() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
-    saved = applied(torch.add, x, y).grad_fn.saved_tensors  # type: ignore[union-attr]
+    saved = context(torch.add, x, y).saved_tensors
     known = {
         "nothing is kept by autograd: with save_for_backward it notices if a tensor changes meanwhile": 0,
         "more is kept than the inputs": 3,
@@ -122,7 +130,7 @@ def test_forward_leaves_the_inputs_to_autograd() -> None:
 def test_forward_notes_the_generator_before_the_run() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    ctx: Any = applied(noisy, torch.ones(8, requires_grad=True)).grad_fn
+    ctx = context(noisy, torch.ones(8, requires_grad=True))
     known = {"the state is taken after the run, so the second run draws other numbers": torch.get_rng_state()}
     what = "what a generator in the state `ctx.random` draws next"
     known_draws = {cause: drawn(state) for cause, state in known.items()}
@@ -131,7 +139,7 @@ def test_forward_notes_the_generator_before_the_run() -> None:
 
 def rerun(run: Callable[..., Tensor], *inputs: Tensor) -> tuple[list[Tensor], Tensor]:
     """What `again` returns, after other random numbers have been drawn."""
-    ctx = applied(run, *inputs).grad_fn
+    ctx = context(run, *inputs)
     torch.rand(3)
     with torch.no_grad():  # as inside a backward
         return Checkpoint.again(ctx)
@@ -163,7 +171,7 @@ def test_again_runs_with_autograd() -> None:
 
 def test_again_draws_the_numbers_that_the_first_run_drew() -> None:
     torch.manual_seed(5)
-    ctx: Any = applied(noisy, torch.ones(12, requires_grad=True)).grad_fn
+    ctx = context(noisy, torch.ones(12, requires_grad=True))
     first = [
         0.0 if draw >= 0.5 else 1.0 for draw in torch.rand(12, generator=torch.Generator().manual_seed(5))
     ]
@@ -177,7 +185,7 @@ def test_again_draws_the_numbers_that_the_first_run_drew() -> None:
 
 def test_again_leaves_the_generator_as_it_was() -> None:
     torch.manual_seed(7)
-    ctx = applied(noisy, torch.ones(4, requires_grad=True)).grad_fn
+    ctx = context(noisy, torch.ones(4, requires_grad=True))
     expected, before = drawn(torch.get_rng_state()), drawn(torch.Generator().manual_seed(7).get_state())
     torch.rand(2)
     later = drawn(torch.get_rng_state())
@@ -199,7 +207,7 @@ def gradients(run: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor | None
 
 def test_backward_returns_an_entry_for_each_argument_of_forward() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
-    returned = Checkpoint.backward(applied(torch.add, x, y).grad_fn, torch.ones(2))
+    returned = Checkpoint.backward(context(torch.add, x, y), torch.ones(2))
     count = len(returned) if isinstance(returned, tuple) else None
     known = {
         "entries for `run` and the handle are missing: each is None": 2,

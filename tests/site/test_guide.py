@@ -94,7 +94,10 @@ def test_our_command_line_takes_them(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [*commands("torchrun"), *commands("srun torchrun")], ids=" ".join)
 def test_torchrun_takes_them(arguments: list[str]) -> None:
-    options = get_args_parser().parse_args(arguments)
+    parser = get_args_parser()
+    if "--shutdown-timeout" in arguments and "--shutdown-timeout" not in parser.format_help():
+        pytest.skip("this torch is older than 2.12, where the option came")
+    options = parser.parse_args(arguments)
     if options.module:
         parts = options.training_script.split(".")
         assert (ROOT.joinpath(*parts).with_suffix(".py")).exists() or (
