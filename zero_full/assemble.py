@@ -126,7 +126,7 @@ def compose(
 
 @dataclass(frozen=True)
 class Prepared:
-    """The results of a rank's preparation without communication."""
+    """What a rank prepares before the first collective. Only devices are compared, through the store."""
 
     deferred: Deferred
     base: torch.optim.Optimizer
@@ -159,7 +159,7 @@ def _prepare(
         settings = replace(settings, shared_memory=False)
     base, schedule = make()
     if base is None:
-        base = NoOptimizer(p for p in model.parameters() if p.requires_grad and not settings.cuts_state)
+        base = NoOptimizer(p for p in model.parameters() if p.requires_grad and not settings.shards_state)
     if isinstance(base, NoOptimizer):  # without steps, no fp32 master weights or loss scale are needed
         settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
         scaler = StaticScale(1.0)

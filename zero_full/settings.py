@@ -46,7 +46,7 @@ class Settings:
     plain_divisor: float | None = 1.0
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     check_overflow: bool = True  # skip steps with inf or NaN in the gradients
-    refuse_unused: bool = False  # raise if a parameter has no gradient
+    require_all_used: bool = False  # raise if a parameter has no gradient
     gathering: Gathering = field(default_factory=Gathering)
     sub_group_numel: int = 1_000_000_000  # elements of this rank that stage 3 steps at a time
     tier: Tier = field(default_factory=DeviceTier)  # offload tier of master weights and optimizer state
@@ -80,24 +80,24 @@ class Settings:
             )
 
     @cached_property
-    def cuts_state(self) -> bool:
+    def shards_state(self) -> bool:
         """Whether the optimizer state is sharded."""
         return self.stage >= 1
 
     @cached_property
-    def frees_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether gradients are sharded: reduced in every backward pass, and the rest freed."""
         return self.stage >= 2
 
     @cached_property
-    def releases_parameters(self) -> bool:
+    def shards_parameters(self) -> bool:
         """Whether parameters are sharded, and gathered only while they are used."""
         return self.stage >= 3
 
     @cached_property
     def part_numel(self) -> int | None:
         """The number of this rank's elements that are stepped at a time; None: all."""
-        limits = [self.sub_group_numel] if self.releases_parameters else []
+        limits = [self.sub_group_numel] if self.shards_parameters else []
         limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
         limits += [self.param_tier.copied_numel] if self.param_tier.is_offloaded else []
         return min(limits, default=None)

@@ -135,7 +135,7 @@ def begin_gather_filled_late(self: FlatParameters, gathers: Any, exactly: bool =
     def collect() -> None:
         with here:
             self.full.untyped_storage().resize_(self.full.nbytes)
-        self.collect()
+        self.all_gather()
 
     self.state = GatherState.GATHERING
     self.pending = gathers.submit(collect, [], [here])
@@ -145,7 +145,7 @@ def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any, exactly:
     """The node's copy is let go while the gather reads it."""
     self.full.untyped_storage().resize_(self.full.nbytes)
     self.state = GatherState.GATHERING
-    self.pending = gathers.submit(self.collect, [], [gathers.producer()])
+    self.pending = gathers.submit(self.all_gather, [], [gathers.producer()])
     self.node_copy = None
 
 
@@ -157,13 +157,13 @@ def leave_here(
 ) -> None:
     """A module has run on another stream than the one that its parameters' memory belongs to."""
     for group in groups:
-        group.parameters.home = None
+        group.parameters.owner_stream = None
     leave(self, unit, groups, keep)
 
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
     """Slices travel, and only then follow their masters."""
-    pending = [self.lane.submit(v.collect, [], [self.lane.producer()]) for v in self.parts.flats]
+    pending = [self.lane.submit(v.all_gather, [], [self.lane.producer()]) for v in self.parts.flats]
     for group in self.trained:
         group.master.copy_master()
     for each in pending:
@@ -177,12 +177,12 @@ def send_on_two_lanes(self: ZeroOptimizer, groups: Any) -> None:
         if group.parameters.state is GatherState.SHARDED:
             group.parameters.begin_gather(self.gatherer.lane)
     for group in groups:
-        self.lane.submit(group.parameters.collect, [], [self.lane.producer()]).wait()
+        self.lane.submit(group.parameters.all_gather, [], [self.lane.producer()]).wait()
 
 
 def send_for_each_module(self: ZeroOptimizer, groups: Any) -> None:
     """New parameters are waited for by the modules that hold them, and by nobody else who reads them."""
-    pending = {g: self.lane.submit(g.parameters.collect, [], [self.lane.producer()]) for g in groups}
+    pending = {g: self.lane.submit(g.parameters.all_gather, [], [self.lane.producer()]) for g in groups}
     for group, each in pending.items():
         params = [member.param for member in group.members]
         for module in self.watch.model.modules():

@@ -309,7 +309,7 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     found["communication"] = sum(t.windows[0].nbytes for t in transports if isinstance(t, SharedMemory))
     found["in buffers"] = max(buffers, default=0)
     engine.save_checkpoint(folder, asynchronous=True)
-    found["saved"] = sum(room.nbytes for room in optimizer.beside.staging.rooms)
+    found["saved"] = sum(room.nbytes for room in optimizer.background.staging.rooms)
     engine.destroy()
     return found
 

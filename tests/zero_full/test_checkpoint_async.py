@@ -192,11 +192,11 @@ def in_turn(comm: Any, folder: Path) -> None:
         for tag in ("one", "two"):
             engine.save_checkpoint(folder, tag, asynchronous=True)
             latest.append(latest_tag(folder))
-        arena = engine.optimizer.beside.staging.arena
+        arena = engine.optimizer.background.staging.arena
         engine.save_checkpoint(folder, "three")
         latest += [latest_tag(folder)]
         engine.save_checkpoint(folder, "four", asynchronous=True)
-        assert engine.optimizer.beside.staging.arena is arena
+        assert engine.optimizer.background.staging.arena is arena
         latest += [Path(str(engine.load_checkpoint(folder)[0])).name]
         engine.save_checkpoint(folder, "five", asynchronous=True)
         optimizer = engine.optimizer
@@ -204,7 +204,7 @@ def in_turn(comm: Any, folder: Path) -> None:
         latest += [latest_tag(folder)]
     assert latest == [None, "one", "three", "four", "five"], latest
     assert len(complete(folder)) == 5 and not list(folder.glob("partial-*"))
-    assert optimizer.closed and not optimizer.beside.staging.rooms
+    assert optimizer.closed and not optimizer.background.staging.rooms
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -246,7 +246,7 @@ def hears_late(late: bool) -> Iterator[None]:
 
 def until_known(engine: zero_full.Engine) -> None:
     deadline = time.monotonic() + 20
-    while not engine.optimizer.beside.has_failed():
+    while not engine.optimizer.background.has_failed():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

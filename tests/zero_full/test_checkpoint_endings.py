@@ -98,7 +98,7 @@ engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 """
 UNHEARD = """
 early = True
-engine.optimizer.beside.running.thread.join()
+engine.optimizer.background.running.thread.join()
 """
 HEARD = """
 early = True

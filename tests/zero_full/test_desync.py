@@ -318,7 +318,7 @@ def test_a_bug_in_one_ranks_model_ends_the_others_with_what_they_waited_for(over
     assert answers[1][0].startswith("KeyError")
     for rank in (0, 2):
         text, seconds = answers[rank]
-        assert text.startswith(f"CommunicationError: rank {rank} of 3: reduce_scatter of gradients layers.4")
+        assert text.startswith(f"CommunicationError: rank {rank}: reduce_scatter of gradients layers.4")
         assert "check_collectives" in text and "another rank has failed first" in text
         assert seconds < 15
 
@@ -331,7 +331,7 @@ def test_a_bug_in_one_ranks_model_ends_the_others_with_what_they_waited_for(over
 def test_a_rank_that_hangs_ends_the_others_at_the_users_timeout(zero: dict[str, Any]) -> None:
     answers = POOL.run(one_fails, 2, a_long_pause, {"zero_optimization": zero}, collective=2, limit=15)
     text, seconds = answers[0]
-    assert text.startswith("CommunicationError: rank 0 of 2: reduce_scatter of gradients layers.4")
+    assert text.startswith("CommunicationError: rank 0: reduce_scatter of gradients layers.4")
     assert "imed out" in text and seconds >= 2
 
 
@@ -360,9 +360,9 @@ def test_a_rank_that_never_calls_initialize_ends_the_others(keys: dict[str, Any]
     assert left == "left"
     for text in (first, third):
         if keys:
-            assert "rank 1: did not come within 2 s; last seen at no call yet" in text
+            assert "ranks [1] have not called initialize within 2 s" in text
         else:
-            assert re.match(r"CommunicationError: rank \d of 3: all_gather_object in initialize", text)
+            assert re.match(r"CommunicationError: rank \d: all_gather_object in initialize", text)
 
 
 def one_is_killed(comm: Any) -> None:
@@ -375,7 +375,7 @@ def test_a_rank_that_is_killed_ends_the_others_at_once() -> None:
     with pytest.raises(RankError, match="rank 1: the process died") as caught:
         POOL.run(one_is_killed, 3, collective=30)
     for rank in (0, 2):
-        wanted = rf"^rank {rank}: CommunicationError: rank {rank} of 3: reduce_scatter of gradients layers.4"
+        wanted = rf"^rank {rank}: CommunicationError: rank {rank}: reduce_scatter of gradients layers.4"
         assert re.search(wanted, str(caught.value), re.MULTILINE)
     assert time.monotonic() - start < 25
 
@@ -384,5 +384,5 @@ def test_an_error_without_words_is_reported_like_any_other() -> None:
     def fail() -> None:
         raise RuntimeError
 
-    with pytest.raises(CommunicationError, match="rank 0 of 1: sum of norm failed: RuntimeError"):
+    with pytest.raises(CommunicationError, match="rank 0: sum of norm on 1 ranks failed: RuntimeError"):
         Communicator(None, CPU)._call("sum", "norm", torch.zeros(1), 0, fail)

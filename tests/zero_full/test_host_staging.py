@@ -118,8 +118,9 @@ def fails_alone(comm: Any) -> list[str]:
 def test_every_rank_raises_and_none_makes_a_call_after_one_that_failed() -> None:
     for rank, heard in enumerate(POOL.run(fails_alone, 2)):
         why = "out of memory" if rank else "timed out: rank 1"
-        assert heard[0].startswith(f"rank {rank} of 2: all_reduce of first failed: {why}")
-        assert f"all_reduce of second failed: an earlier collective of this group failed: {why}" in heard[1]
+        assert heard[0].startswith(f"rank {rank}: all_reduce of first on 2 ranks failed: {why}")
+        earlier = f"an earlier collective of this group failed: {why}"
+        assert f"all_reduce of second on 2 ranks failed: {earlier}" in heard[1]
 
 
 def parts_ways(comm: Any) -> str:

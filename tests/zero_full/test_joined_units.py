@@ -127,9 +127,9 @@ def test_without_prefetch_nothing_joins() -> None:
 def collectives(comm: Any, zero: dict[str, Any]) -> tuple[int, int]:
     """How many gathers and reductions there are in a step, once the order is known."""
     engine = engine_of(**zero)
-    gather, reduce = FlatParameters.collect, FlatGradients.reduce
+    gather, reduce = FlatParameters.all_gather, FlatGradients.reduce
     with (
-        mock.patch.object(FlatParameters, "collect", autospec=True, side_effect=gather) as gathers,
+        mock.patch.object(FlatParameters, "all_gather", autospec=True, side_effect=gather) as gathers,
         mock.patch.object(FlatGradients, "reduce", autospec=True, side_effect=reduce) as reductions,
     ):
         for _ in range(3):

@@ -150,7 +150,7 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, Any]:
     found["activations"] = watcher.most - watcher.before
     found["order"], found["place"] = watcher.order, engine.module.place
     engine.save_checkpoint(folder, asynchronous=True)
-    found["saved"] = sum(room.nbytes for room in optimizer.beside.staging.rooms)
+    found["saved"] = sum(room.nbytes for room in optimizer.background.staging.rooms)
     engine.destroy()
     WATCHED.clear()
     return found

@@ -81,7 +81,7 @@ class Never:
 
 
 # The first end of a module's backward is taken for the last.
-TOO_EARLY = [(Site, "silent", Never()), (UnitState, "is_used_unseen", Never())]
+TOO_EARLY = [(Site, "no_grad_calls", Never()), (UnitState, "has_unmarked_use", Never())]
 
 
 def launch_and_take_later(self: GradientReducer, group: TrainedGroup) -> None:

@@ -144,14 +144,14 @@ def averaged_during_backward(comm: Any, stage: int) -> list[tuple[int, bool]]:
     zero = {"mics_shard_size": 2, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     keys = config(stage, zero_optimization=zero, gradient_accumulation_steps=2)
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=keys)
-    across, found = optimizer.groups.dense.across, list[tuple[int, bool]]()
-    all_reduce = across.all_reduce
+    replicas, found = optimizer.groups.dense.replicas, list[tuple[int, bool]]()
+    all_reduce = replicas.all_reduce
 
     def note(*given: Any) -> None:
         found.append((micro, torch._C._current_graph_task_id() >= 0))
         all_reduce(*given)
 
-    object.__setattr__(across, "all_reduce", note)
+    object.__setattr__(replicas, "all_reduce", note)
     for micro in range(2):
         engine.backward(engine(data(0, micro, comm.rank)))
         engine.step()

@@ -79,7 +79,7 @@ def trained(
         adopt(self)
 
     def fetched(self: master.Master) -> None:
-        if self.published is None:
+        if self.synced_sums is None:
             looked.append(self.parameters.name)
         fetch(self)
 

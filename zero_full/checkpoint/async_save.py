@@ -189,10 +189,10 @@ class AsyncSaves:
 
 def async_saves_of(optimizer: ZeroOptimizer) -> AsyncSaves:
     """Return the optimizer's `AsyncSaves`, created on first use."""
-    if optimizer.beside is None:
-        optimizer.beside = AsyncSaves()
-    assert isinstance(optimizer.beside, AsyncSaves)
-    return optimizer.beside
+    if optimizer.background is None:
+        optimizer.background = AsyncSaves()
+    assert isinstance(optimizer.background, AsyncSaves)
+    return optimizer.background
 
 
 def wait_for_checkpoint(optimizer: ZeroOptimizer) -> None:

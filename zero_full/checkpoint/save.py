@@ -88,7 +88,7 @@ def save_checkpoint(
     if (
         groups.pipe is not None
         and contents is not None
-        and groups.dense.shard.rank == groups.dense.across.rank == 0
+        and groups.dense.shard.rank == groups.dense.replicas.rank == 0
     ):
         mine["names"] = contents.names()  # of this rank's pipeline stages
     everyones = attempt.agree(mine)

@@ -87,7 +87,7 @@ def select(module: nn.Module, optimizer: ZeroOptimizer, names: Renaming | None =
     """
     optimizer.check_ranks_equal("saving or loading weights")
     groups = optimizer.groups
-    parts = [groups.pipe] if optimizer.contents.has_dtensors else groups.across_parts
+    parts = [groups.pipe] if optimizer.contents.has_dtensors else groups.model_parallel
     if groups.expert is not None or any(each is not None and each.size > 1 for each in parts):
         raise ValueError(
             "with experts, layers that are split, or pipeline stages, ranks hold different parameters. Use "
@@ -350,7 +350,7 @@ def publish_loaded(optimizer: ZeroOptimizer) -> None:
     for values in (group.parameters for group in optimizer.parts.frozen):
         values.node_copy = None
         if values.state is GatherState.WHOLE:
-            values.collect()
+            values.all_gather()
 
 
 def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:

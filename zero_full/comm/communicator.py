@@ -268,7 +268,7 @@ class Communicator:
                 + because
             )
         return CommunicationError(
-            f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
+            f"rank {self.ranks[self.rank]}: {kind} of {what} on {self.size} ranks failed: {reason}\n{because}"
         )
 
 

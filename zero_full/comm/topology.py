@@ -115,7 +115,7 @@ class Topology:
         return cls(data=mpu.get_data_parallel_group(), tensor=tensor)
 
     @property
-    def across_parts(self) -> list[dist.ProcessGroup]:
+    def model_parallel(self) -> list[dist.ProcessGroup]:
         """The groups of ranks that hold different parts of the model: `tensor` and `pipe`."""
         return [group for group in (self.tensor, self.pipe) if group is not None]
 

@@ -32,7 +32,7 @@ class UserCalls:
         self.rank = group.ranks[group.rank]
         topic = numbered_topic("user_calls", group.ranks, self.rank)
         self.messages = StoreMessages(topic, group.ranks, self._on_poll)
-        self.settle: Callable[[], object] = list
+        self.drain: Callable[[], object] = list
         self.started = self.stuck_since = 0.0
         self.has_warned = False
         self.call = ""
@@ -43,13 +43,13 @@ class UserCalls:
         self.number += 1
         self.messages.write(f"{self.number}/{self.rank}", call)
 
-    def __call__(self, call: str, settle: Callable[[], object]) -> None:
+    def __call__(self, call: str, drain: Callable[[], object]) -> None:
         """Wait until all ranks have made this call; DesyncError if one makes another call or does not come.
 
-        settle  waits for the queued collectives of this rank
+        drain  waits for the queued collectives of this rank
         """
         self.announce(call)
-        self.call, self.settle = call, settle
+        self.call, self.drain = call, drain
         self.started, self.stuck_since, self.has_warned = time.monotonic(), 0.0, False
         keys = [f"{self.number}/{rank}" for rank in self.group.ranks]
         try:
@@ -69,7 +69,7 @@ class UserCalls:
         if not awaited_by:
             self.stuck_since = 0.0
         elif not self.stuck_since:
-            self.settle()
+            self.drain()
             self.stuck_since = time.monotonic()
         elif now - self.stuck_since > STUCK_AFTER_S:
             raise self._desync_error(

@@ -228,7 +228,7 @@ class SourceRanks:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.here = pair.across.rank * pair.shard.size + pair.shard.rank
+        self.here = pair.replicas.rank * pair.shard.size + pair.shard.rank
         self.ranks: list[int] = pair.gather_objects(this_rank(), "ranks")
 
     def agree(self, mine: ValueReport) -> bool:
@@ -256,7 +256,7 @@ class SourceRanks:
             return tensor
         if sender != self.here:
             raw.zero_()
-        for group in (self.pair.shard, self.pair.across):
+        for group in (self.pair.shard, self.pair.replicas):
             if sender == 0:
                 group.broadcast(raw, what)
             else:

@@ -135,7 +135,7 @@ class Engine(DeepSpeedQueries):
         if this_rank() == 0 and (
             self.config.steps_per_print or self.stopwatch.on or is_monitored(self.config)
         ):
-            self.reporting = Reporting(self._count_steps(), self.config, device, self._read_metrics)
+            self.reporting = Reporting(self._get_meter(), self.config, device, self._read_metrics)
         self._forward_hooks = self._make_forward_hooks()
         optimizer.at_step.append(self._count_step)
         optimizer.register_step_post_hook(self._end_plain_step)
@@ -158,7 +158,7 @@ class Engine(DeepSpeedQueries):
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % "forward")
         self.optimizer.check_model_unchanged()
-        if is_profiling(profiler) is (self._ranges is None):
+        if is_profiling(profiler) != (self._ranges is not None):  # a profiler has started or ended
             self._follow_profiler()
         try:
             with self._recorded, self._timed["forward"]():
@@ -177,7 +177,10 @@ class Engine(DeepSpeedQueries):
         return outputs if self._forward_hooks.scales_outputs else watch_losses(backward, outputs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run backward from a scalar loss. Returns the loss divided by the number of micro-batches."""
+        """Run backward from a scalar loss. Returns the loss divided by the number of micro-batches.
+
+        scale_wrt_gas  False: the loss is divided already, and is returned as it is
+        """
         if self.optimizer.closed:
             raise RuntimeError("backward after destroy. Initialize the model again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -602,7 +605,7 @@ class Engine(DeepSpeedQueries):
         problem = ""
         accumulation = self.accumulation
         after = accumulation.micro_steps % accumulation.micro_batches if accumulation.managed else 0
-        if self._stepping or after or (self.optimizer.reducer.began and self.optimizer.gradients.are_new):
+        if self._stepping or after or (self.optimizer.reducer.began and self.optimizer.reducer.state.are_new):
             problem = (
                 "engine.generation() in the middle of a step, after some of its micro-batches. Generate "
                 "after engine.step() at the accumulation boundary"
@@ -670,10 +673,10 @@ class Engine(DeepSpeedQueries):
         if self.optimizer.closed:
             raise RuntimeError("metrics after destroy, which freed this rank's shards. Call it earlier")
         if self._lap is None:
-            self._lap = Lap(self._count_steps())
+            self._lap = Lap(self._get_meter())
         return self._read_metrics(self._lap.end())
 
-    def _count_steps(self) -> Meter:
+    def _get_meter(self) -> Meter:
         """Return the meter, which counts from its first use on."""
         if self._meter is None:
             self._meter = Meter(self.module, self.optimizer, self.stopwatch, self.world_size)
@@ -682,7 +685,7 @@ class Engine(DeepSpeedQueries):
         return self._meter
 
     def _read_metrics(self, means: Means) -> Metrics:
-        meter, last, scaler = self._count_steps(), self.optimizer.last, self.optimizer.scaler
+        meter, last, scaler = self._get_meter(), self.optimizer.last, self.optimizer.scaler
         norm = None if last is None else last.grad_norm
         return Metrics(
             step=self.global_steps,

@@ -127,6 +127,6 @@ class _ScaleGradient(torch.autograd.Function):
         if not backward.running:
             ctx.reducer.begin()
         if output.dim() == 0:
-            backward.reach(output)
-        backward.gated = True
+            backward.note_loss(output)
+        backward.scaled_at_outputs = True
         return grads[0] * scale, None, None

@@ -40,7 +40,7 @@ class FlatSource:
     shard: Callable[[], Tensor]  # this rank's values, perhaps in another dtype
     is_whole: bool  # every rank has the whole buffer in `flat.full`
     names: dict[Member, str]  # the parameters to hand over
-    across: Communicator | None  # the tensor-parallel ranks, which have other blocks of DTensors
+    tensor_ranks: Communicator | None  # the tensor-parallel ranks, which have other blocks of DTensors
 
     @property
     def is_live(self) -> bool:
@@ -135,7 +135,9 @@ class SplitTensor(BucketPart):
     inner: BucketPart = field(kw_only=True)  # assembles the local tensor
 
     @staticmethod
-    def of(tensor: Any, name: str, dtype: torch.dtype, inner: BucketPart, across: Communicator) -> BucketPart:
+    def of(
+        tensor: Any, name: str, dtype: torch.dtype, inner: BucketPart, tensor_ranks: Communicator
+    ) -> BucketPart:
         """Return the bucket part of a DTensor, or `inner` if it is not cut.
 
         The size counts the largest local tensor: ranks cut a tensor into unequal parts, and plan alike.
@@ -145,7 +147,7 @@ class SplitTensor(BucketPart):
             return inner
         local = 0 if isinstance(inner, WholeTensor) else largest_numel(tensor) * dtype.itemsize
         size = rounded_up(local, ALIGNMENT) + _whole_size(block, dtype)
-        return SplitTensor(size, across, name=name, block=block, dtype=dtype, inner=inner)
+        return SplitTensor(size, tensor_ranks, name=name, block=block, dtype=dtype, inner=inner)
 
     @property
     def local(self) -> BucketPart:
@@ -230,13 +232,13 @@ class SplitSparseTensor(SplitTensor):
 
         `counts`: of each data rank, for each tensor-parallel rank.
         """
-        across, block, size = source.across, member.block, source.dtype.itemsize
-        assert across is not None and block is not None
-        inner = SparseTensor.of(source, member, changes, counts[across.rank])
+        tensor_ranks, block, size = source.tensor_ranks, member.block, source.dtype.itemsize
+        assert tensor_ranks is not None and block is not None
+        inner = SparseTensor.of(source, member, changes, counts[tensor_ranks.rank])
         totals = [sum(each) for each in counts]
         return SplitSparseTensor(
             _sparse_size(max(totals), size) + _sparse_size(sum(totals), size),
-            across,
+            tensor_ranks,
             name=source.names[member],
             block=block,
             dtype=source.dtype,
@@ -316,9 +318,9 @@ def whole(source: FlatSource, member: Member) -> BucketPart:
         part: BucketPart = WholeTensor(0, source.flat.ranks, name=name, tensor=tensor, dtype=source.dtype)
     else:
         part = run_of(source, [member])
-    if source.across is None:
+    if source.tensor_ranks is None:
         return part
-    return SplitTensor.of(member.param, name, source.dtype, part, source.across)
+    return SplitTensor.of(member.param, name, source.dtype, part, source.tensor_ranks)
 
 
 def run_of(source: FlatSource, members: Sequence[Member]) -> BucketRun:

@@ -179,8 +179,8 @@ def sources_of(
     for flat in optimizer.parts.flats:
         members: dict[Member, str] = {m: names.pop(m.param) for m in flat.members if m.param in names}
         if members:
-            across = optimizer.groups.tensor if flat.kind.is_dtensor else None
-            sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members, across))
+            tensor_ranks = optimizer.groups.tensor if flat.kind.is_dtensor else None
+            sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members, tensor_ranks))
     return sources, {name: tensor for tensor, name in names.items()}
 
 
@@ -189,12 +189,12 @@ def _source(
     group: TrainedGroup | None,
     dtype: torch.dtype,
     names: dict[Member, str],
-    across: Communicator | None,
+    tensor_ranks: Communicator | None,
 ) -> FlatSource:
     """Return the source of a flat buffer: the masters if they are more exact and another dtype is wanted."""
     if group is not None and group.master.hands_over(dtype):
-        return FlatSource(flat, dtype, lambda: group.master.values, False, names, across)
-    return FlatSource(flat, dtype, lambda: flat.shard, not flat.released_at_rest, names, across)
+        return FlatSource(flat, dtype, lambda: group.master.values, False, names, tensor_ranks)
+    return FlatSource(flat, dtype, lambda: flat.shard, not flat.released_at_rest, names, tensor_ranks)
 
 
 def _whole(

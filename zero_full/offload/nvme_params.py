@@ -201,14 +201,14 @@ class NvmeParamSlice(ParamSlice):
         self.store.buffers.give(reading.buffer)
         return None
 
-    def copy_to(self, place: Tensor, home: Any = None) -> None:
+    def copy_to(self, place: Tensor, owner_stream: Any = None) -> None:
         """Wait for the read, and queue a copy into the gathered buffer: see [Note: uploads]."""
         buffer = self._wait_for_read()
         if buffer is None:
             assert self.kept is not None
             place.copy_(self._in(self.kept))
             return
-        buffer.copied = self.store.uploads.copy(place, self._in(buffer.memory), home, buffer.copied)
+        buffer.copied = self.store.uploads.copy(place, self._in(buffer.memory), owner_stream, buffer.copied)
         self.store.buffers.give(buffer)
 
     # A step --------------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ class ParamSlice:
         """Begin to read the slice for a gather. Returns False if it is `optional` and no buffer is free."""
         return True
 
-    def copy_to(self, place: Tensor, home: Any = None) -> None:
+    def copy_to(self, place: Tensor, owner_stream: Any = None) -> None:
         """Copy the values into the gathered buffer, on the lane of the all-gather.
 
-        `home`: the stream that the buffer's memory belongs to; None on a CPU.
+        `owner_stream`: the stream that the buffer's memory belongs to; None on a CPU.
         """
         place.copy_(self.values)
 
@@ -66,10 +66,10 @@ class Uploads:
     def __init__(self) -> None:
         self.streams: dict[torch.device, Any] = {}
 
-    def copy(self, place: Tensor, values: Tensor, home: Any, after: Any = None) -> Any:
+    def copy(self, place: Tensor, values: Tensor, owner_stream: Any, after: Any = None) -> Any:
         """Queue a copy from host memory, make the current stream wait for it, and return the event behind it.
 
-        `home`: the stream that the memory of `place` belongs to. `after`: an event before the copy, or None.
+        `owner_stream`: the stream that the memory of `place` belongs to. `after`: an event before the copy.
         """
         current = current_stream(place.device)
         if current is None:
@@ -78,7 +78,7 @@ class Uploads:
         if place.device not in self.streams:
             self.streams[place.device] = torch.Stream(place.device)
         stream = self.streams[place.device]
-        stream.wait_stream(current if home is None else home)
+        stream.wait_stream(current if owner_stream is None else owner_stream)
         if after is not None:
             stream.wait_event(after)
         with stream:
@@ -106,9 +106,9 @@ class HostParamSlice(ParamSlice):
             self.copied = None
         return self.at_rest
 
-    def copy_to(self, place: Tensor, home: Any = None) -> None:
+    def copy_to(self, place: Tensor, owner_stream: Any = None) -> None:
         """Queue the copy on the stream of uploads, behind the last copy."""
-        self.copied = self.uploads.copy(place, self.at_rest, home, self.copied)
+        self.copied = self.uploads.copy(place, self.at_rest, owner_stream, self.copied)
 
     def fetch(self, device: torch.device) -> Tensor:
         """Return the values on the device where they are stepped, by a copy on the current stream."""

@@ -23,7 +23,7 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
     for flat, sizes in _sizes(taken, optimizer).items():
-        totals, holders = experts if flat.kind.expert else dense, flat.across.size
+        totals, holders = experts if flat.kind.expert else dense, flat.replicas.size
         if groups.tensor is not None and optimizer.contents.has_dtensors and not flat.kind.is_split:
             holders *= groups.tensor.size  # tensor-parallel ranks save it together
         for rank in range(len(totals)):  # as the first of its replicas
@@ -33,7 +33,7 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
         place = rank // expert_ranks % len(experts)
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
-    across = pairs[1].across.size
+    across = pairs[1].replicas.size
     mine = (*taken.own, *(each for each in taken.cut if each.differs))
     own = sum(chunk.values.nbytes for chunk in mine if not taken.is_copy(chunk))
     whole = [chunk for chunk in taken.whole if not taken.is_copy(chunk)]

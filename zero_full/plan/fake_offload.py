@@ -211,7 +211,7 @@ class FakeFileSlice(FakeSlice):
             self.param_store.ahead.remove(self)
         return True
 
-    def copy_to(self, place: Tensor, home: Any = None) -> None:
+    def copy_to(self, place: Tensor, owner_stream: Any = None) -> None:
         """Read the slice, copy it, and release the buffer."""
         self._read()
         self.param_store.used.remove(self)

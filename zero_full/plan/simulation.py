@@ -158,7 +158,7 @@ class Simulation:
     def _assembled(self, base: torch.optim.Optimizer) -> ZeroOptimizer:
         """Assemble the optimizer of a run with fake offload, and track the memory of its parts."""
         topology, settings = self.cluster.topology(self.config), settings_of(self.config)
-        cut = (topology.shard or topology.data, topology.expert_data) if settings.cuts_state else ()
+        cut = (topology.shard or topology.data, topology.expert_data) if settings.shards_state else ()
         if any(group is not None and group.size() > 1 for group in cut):
             with _config_errors():
                 check_elementwise(base, settings.allow_untested)
@@ -250,7 +250,7 @@ class Simulation:
             self.optimizer.step()
         sent, again = (size * (micro_batches - count) for size in (passes[1] if count > 1 else (0, 0)))
         down, up = (copied.sent[what] for what in ("gradients down", "parameters up"))
-        if self.optimizer.settings.frees_gradients:  # gradients are copied to the host in each pass
+        if self.optimizer.settings.shards_gradients:  # gradients are copied to the host in each pass
             down = down // count * micro_batches
         self.copied = {"down": down, "up": up}
         read, written = (now - then for now, then in zip(self._file_traffic(), before, strict=True))

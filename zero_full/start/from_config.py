@@ -53,7 +53,7 @@ def settings_of(config: Config) -> Settings:
         plain_divisor=None if config.plain_backward_divides else 1,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
-        refuse_unused=not zero.ignore_unused_parameters,
+        require_all_used=not zero.ignore_unused_parameters,
         gathering=Gathering(
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             max_live=zero.stage3_max_live_parameters,

@@ -59,7 +59,7 @@ def gather_objects(mine: Any, topology: Topology) -> dict[int, Any]:
 
 def gather_everywhere(mine: Any, topology: Topology) -> dict[int, Any]:
     """Gather an object from every rank, also from those with other parts of the model. All must call this."""
-    parts = [] if isinstance(topology.data, FakeGroup) else topology.across_parts
+    parts = [] if isinstance(topology.data, FakeGroup) else topology.model_parallel
     return _gather(mine, [*groups_of(topology), *parts])
 
 
@@ -73,7 +73,7 @@ def _gather(mine: Any, groups: Sequence[dist.ProcessGroup]) -> dict[int, Any]:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise CommunicationError(
-                f"rank {group.rank()} of {group.size()}: all_gather_object in initialize failed: {reason}\n"
+                f"rank {this_rank()}: all_gather_object in initialize failed: {reason}\n"
                 "Usually another rank failed first (look for the earliest error), or does not call initialize"
             ) from error
         known = {rank: each for answer in answers for rank, each in answer.items()}
@@ -97,11 +97,10 @@ class StartupBarrier:
         deadline = time.monotonic() + timeout_s
         while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
             if time.monotonic() > deadline:
-                lines = [
-                    f"rank {rank}: did not come within {timeout_s:g} s; last seen at no call yet"
-                    for rank in absent
-                ]
-                raise DesyncError("\n  ".join(["not every rank has called initialize:", *lines]))
+                raise DesyncError(
+                    f"ranks {absent} have not called initialize within {timeout_s:g} s. Look for an earlier "
+                    "error on them; every rank must call initialize"
+                )
             time.sleep(POLL_S)
 
 

@@ -127,7 +127,7 @@ class ZeroFabricStrategy(Arguments, DDPStrategy, _Sharded):
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type {norm_type} is not supported with zero_full, which clips the 2-norm")
-        chosen = optimizer.gradients.next_clip
+        chosen = optimizer.reducer.state.next_clip
         optimizer.clip_next_step(float(max_norm))
         norm = optimizer.grad_norm()
         if chosen and isfinite(norm):

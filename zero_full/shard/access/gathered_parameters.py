@@ -347,7 +347,7 @@ class GatheredParameters:
             sent = as_bytes(value.contiguous())  # a frozen parameter may have any dtype
             if not self._is_modifier(optimizer):
                 sent = torch.zeros_like(sent)
-            for ranks in (pair.shard, pair.across):
+            for ranks in (pair.shard, pair.replicas):
                 ranks.sum_numbers(sent, f"changes of {optimizer.parts.whole[param][0]}")
             value.copy_(sent.view(value.dtype).view(value.shape))
         for optimizer, chosen, _ in self.stack:
@@ -358,7 +358,7 @@ class GatheredParameters:
                     # the rank in each group.
                     if not self._is_modifier(optimizer):
                         window.zero_()
-                    for ranks in (group.ranks, group.across):
+                    for ranks in (group.ranks, group.replicas):
                         ranks.sum_numbers(window, f"changes of {member.name}")
                     group.parameters.fill(member, window)
             for group in chosen:
@@ -392,14 +392,14 @@ class GatheredParameters:
         """
         pairs: dict[Any, list[str]] = {}
         for group, members in chosen.items():
-            pairs.setdefault((group.ranks, group.across), []).extend(member.name for member in members)
+            pairs.setdefault((group.ranks, group.replicas), []).extend(member.name for member in members)
         for param, (name, pair) in optimizer.parts.whole.items():
             if any(param is each for each in self.params):
-                pairs.setdefault((pair.shard, pair.across), []).append(name)
+                pairs.setdefault((pair.shard, pair.replicas), []).append(name)
         lacking = list[str]()
-        for (ranks, across), names in pairs.items():
+        for (ranks, replicas), names in pairs.items():
             found = torch.tensor([float(self._is_modifier(optimizer))], device=ranks.device)
-            for communicator in (ranks, across):
+            for communicator in (ranks, replicas):
                 communicator.sum_numbers(found, "modifier_rank")
             if found.item() != 1:
                 lacking += names
@@ -431,7 +431,7 @@ class GatheredParameters:
         for _, chosen, _ in self.stack:
             for group in chosen:
                 # Overwrite them with the ranks' slices, which have not changed.
-                group.parameters.collect(exactly=True)
+                group.parameters.all_gather(exactly=True)
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
             "modifier_rank, the rank whose values all ranks get"

@@ -65,5 +65,5 @@ class HeldBytes:
 def _gradient_bytes(gradients: FlatGradients) -> int:
     mine = gradients.grad_slice
     if gradients.local_grads is None and not gradients.uses_param_grad:  # the usual case from stage 2 on
-        return 0 if mine is None or gradients.is_down else mine.nbytes
+        return 0 if mine is None or gradients.is_on_host else mine.nbytes
     return bytes_behind(gradients.device_memory())

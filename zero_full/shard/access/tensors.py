@@ -68,7 +68,7 @@ class ParameterPlace:
         gradient = self.gradients.gradient_of(self.member)
         if gradient is None:
             return None
-        return gradient.detach().reshape(-1).to(self.group.kind.device) / self.optimizer.gradients.scale
+        return gradient.detach().reshape(-1).to(self.group.kind.device) / self.optimizer.reducer.state.scale
 
     def own_gradient(self) -> Tensor | None:
         """Return this rank's own gradient before averaging, whole and unscaled, or None."""
@@ -76,7 +76,7 @@ class ParameterPlace:
         if gradients.local_grads is None or member not in gradients.arrived:
             return None
         window = gradients.local_grads[gradients.layout.windows[member.index]].view(member.shape)
-        return window.to(gradients.accumulate) / self.optimizer.gradients.scale
+        return window.to(gradients.accumulate) / self.optimizer.reducer.state.scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Assemble the whole tensor from the fragments of all ranks. Every rank must call this."""
@@ -109,7 +109,7 @@ class ParameterPlace:
 
     def note_slice(self, what: str, value: Tensor) -> None:
         """Let the next step check that the replicas of this rank's fragment were written equally."""
-        if self.group.across.size > 1:
+        if self.group.replicas.size > 1:
             self.optimizer.reducer.written.note_slice(what, self.member, value)
 
     def cut(self, value: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _find_together(
     owner = owner_of(param)
     _, member = owner.parts.places.get(param, (None, None)) if owner is not None else (None, None)
     if owner is not None and member is not None:
-        owner.on_every_rank(f"{call} of {member.name}", across_parts=False)
+        owner.on_every_rank(f"{call} of {member.name}", model_parallel=False)
     return _find(param, needs_state=needs_state, reads=reads)
 
 
@@ -193,7 +193,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     place = _find_together(param, "safe_get_full_grad", needs_state=False)
     if place is None:
         return None
-    place.optimizer.reducer.settle()
+    place.optimizer.reducer.reduce_late_between_passes()
     if not place.is_averaged():
         own = place.own_gradient()
         return None if own is None else place.shown(own)
@@ -202,8 +202,8 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
         return None
     whole = place.assemble(mine, place.gradients.accumulate)
     if not place.optimizer.steppers.averages():
-        place.group.across.sum_numbers(whole, f"gradient of {place.member.name}").div_(
-            place.group.across.size
+        place.group.replicas.sum_numbers(whole, f"gradient of {place.member.name}").div_(
+            place.group.replicas.size
         )
     return place.shown(whole)
 
@@ -295,7 +295,7 @@ def _from_parts(place: ParameterPlace, key: str) -> Tensor | None:
     for of, entry, start, values in stepper.cut_state():
         if of is piece and entry == key:
             whole[start : start + values.numel()] = values
-    return place.group.across.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
+    return place.group.replicas.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
 
 
 def _describe(mine: Tensor | None) -> EntryKind | None:
@@ -346,7 +346,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     if reducer.unreduced or place.is_averaged():
         _set_grad(place, mine)
     else:
-        reducer.give(place.member, place.part(value).detach() * place.optimizer.gradients.scale)
+        reducer.give(place.member, place.part(value).detach() * place.optimizer.reducer.state.scale)
     place.note(GRADIENT, place.part(value))
 
 
@@ -428,7 +428,7 @@ def _set_grad(place: ParameterPlace, value: Tensor) -> None:
     gradient = place.gradients.gradient_of(place.member)
     if place.piece is None or gradient is None:
         return
-    gradient.detach().copy_((value * place.optimizer.gradients.scale).view(gradient.shape))
+    gradient.detach().copy_((value * place.optimizer.reducer.state.scale).view(gradient.shape))
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:

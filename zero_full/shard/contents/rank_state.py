@@ -31,8 +31,8 @@ def rank_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
 
 def _place_of(contents: Contents) -> list[int]:
     """Return this rank's index among the replicas of its state, and their number."""
-    across = contents.groups.dense.across
-    return [across.rank, across.size]
+    replicas = contents.groups.dense.replicas
+    return [replicas.rank, replicas.size]
 
 
 def check_same_rank(contents: Contents, saved: Mapping[str, Any]) -> None:

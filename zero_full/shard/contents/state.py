@@ -139,7 +139,7 @@ class Contents:
 
     def _holder(self, group: ParameterGroup) -> tuple[int, int]:
         """Return the `Chunk.holder` of this rank's slice of a group."""
-        return self._among_tensor(group.across.rank, group.across.size, group.kind.is_split)
+        return self._among_tensor(group.replicas.rank, group.replicas.size, group.kind.is_split)
 
     def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
         """Return a `Chunk.holder` that counts tensor-parallel ranks too, if each has all of the tensor."""
@@ -223,11 +223,11 @@ class Contents:
         """Yield a state dict's tensors that every rank has whole."""
         groups = self.groups
         pair = groups.expert if groups.expert is not None else groups.dense
-        place = pair.shard.rank * pair.across.size + pair.across.rank
+        place = pair.shard.rank * pair.replicas.size + pair.replicas.rank
         for name, tensor in named.items():
             if isinstance(tensor, Tensor) and tensor not in self.parts.places:
                 block, here = block_of(tensor), local_of(tensor)
-                ranks = pair.shard.size * pair.across.size
+                ranks = pair.shard.size * pair.replicas.size
                 holder = self._among_tensor(place, ranks, block is not None)
                 key, scattered = self.key_of(tensor, name), None if here.is_contiguous() else here
                 yield Chunk(key, tuple(tensor.shape), 0, _flat(here), holder, scattered, block=block)

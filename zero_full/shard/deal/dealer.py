@@ -15,7 +15,7 @@ from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.offload import BlockTier, CopyThreads, DeviceTier, ParamStore, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
-from zero_full.shard.deal.units import JOINED, Unit, choose_units, join_small, kept_whole, size_limit
+from zero_full.shard.deal.units import MAX_JOINED, Unit, choose_units, join_small, kept_whole, size_limit
 from zero_full.shard.group.dtensors import (
     block_of,
     counts_as_dtensor,
@@ -165,7 +165,7 @@ class Dealer:
         here = [(name, p) for name, p in trained if p not in self.deferred and p.numel() and not p.is_meta]
         extents = ((name, local_of(p)) for name, p in here)
         check_no_overlap(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in extents)
-        units = self._units(model) if self.settings.releases_parameters else []
+        units = self._units(model) if self.settings.shards_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
         drafts = [*(draft for unit in units for draft in self._unit(unit)), *self._buckets(kept)]
@@ -209,7 +209,9 @@ class Dealer:
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
         units = choose_units(model, limit, limits.wrap, kept_whole(model, limits))
-        return join_small(units, min(limit, JOINED, limits.prefetch_numel, self.param_store.prefetch_numel))
+        return join_small(
+            units, min(limit, MAX_JOINED, limits.prefetch_numel, self.param_store.prefetch_numel)
+        )
 
     def _unit(self, unit: Unit) -> Iterator[Draft]:
         kinds: dict[Kind, list[Named]] = {}
@@ -329,7 +331,7 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
     """Broadcast the first rank's values in place, through a contiguous copy if necessary."""
     sent = tensor.contiguous()
     raw = as_bytes(sent)
-    for group in (pair.shard, pair.across):
+    for group in (pair.shard, pair.replicas):
         if raw.numel():
             group.broadcast(raw, name)
     if sent.data_ptr() != tensor.data_ptr() and not torch.equal(tensor, sent):
@@ -359,7 +361,7 @@ def warn_of_share(drafts: Drafts, settings: Settings) -> None:
         return
     away = sum(draft.numel for draft in drafts.offloaded) / everything
     if abs(away - asked) > NEAR:
-        cut = "buckets and units" if settings.releases_parameters else "buckets"
+        cut = "buckets and units" if settings.shards_parameters else "buckets"
         largest = max(draft.numel for draft in drafts.reduce_order) / everything
         log.warning(
             f"offload_optimizer.ratio is {asked:g}, but {away:.2f} of the optimizer's state is offloaded. "

@@ -31,7 +31,7 @@ class WholeState(Settings):
     """
 
     @property
-    def cuts_state(self) -> bool:
+    def shards_state(self) -> bool:
         """False: the layout is that of stage 0."""
         return False
 
@@ -85,7 +85,7 @@ def check_backend(base: Optimizer, groups: Groups, device: torch.device) -> None
     if wanted is None:
         return
     missing = missing_for(wanted)
-    group = groups.dense.across.group
+    group = groups.dense.replicas.group
     actual = None if group is None else backend_of(group, device)
     if not missing and actual not in (None, wanted):
         missing = f"{wanted}, but the process group of the ranks on {device.type} uses {actual}"

@@ -10,14 +10,14 @@ A parameter of several modules (tied weights) belongs to the innermost module th
 gathered once, before the first use, and released after the last.
 
 [Note: joined units] A collective has a fixed cost, so consecutive small units become one: they are gathered,
-reduced and stepped together. The parameters stay gathered from the first of its modules that is called to the
-first module outside of it. A unit is not joined if the user has named it, or if it contains another one that
-would be called in the middle of it. Joined units are not larger than what may be prefetched (0: nothing).
+reduced and stepped together. The parameters stay gathered until a module of another unit is called. A unit is
+not joined if the user has named it, or if it contains another one that would be called in the middle of it.
+Joined units are not larger than what may be prefetched (0: nothing).
 
 Modules may be called in another order than they were registered in, and a joined unit is gathered again
 whenever its modules are not called one after the other. So only modules of one parent are joined, which are
-called close to each other, and none with more than a quarter of the elements: a norm must not bring a large
-neighbour. Fewer than four are not joined: a block's two norms are seldom called one after the other.
+called close to each other, and none with more than a quarter of the limit: gathering a norm must not gather
+a large layer. Fewer than four are not joined: a block's two norms are seldom called one after the other.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -34,8 +34,8 @@ from zero_full.shard.deal.leaf_modules import z3_leaf_module
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 PARTS = 8  # no unit needs to be larger than this part of the model ...
 LIVE_PARTS = 4  # ... or this part of what may be live at a time
-JOINED = 2**20  # elements of joined units: copying as many takes longer than a collective's fixed cost
-FEWEST = 4  # modules of a joined unit, which has room for as many of its largest one
+MAX_JOINED = 2**20  # elements of a joined unit: copying more takes longer than a collective's fixed cost
+MIN_JOINED = 4  # modules of a joined unit, so none of them has more than a quarter of the limit
 Wrap = Callable[[str, nn.Module], bool]
 
 
@@ -94,21 +94,21 @@ def choose_units(
 def join_small(units: Iterable[Unit], limit: int) -> list[Unit]:
     """Join consecutive units to units of at most `limit` elements. See [Note: joined units]."""
     together: list[list[Unit]] = []
-    room, parent = 0, ""  # elements that the last unit can still take, and the parent of its modules
+    room, last_parent = 0, ""  # elements that the last unit can still take, and the parent of its modules
     for unit in units:
-        numel, beside = unit.numel, unit.modules[0][0].rpartition(".")[0]
-        joins = unit.may_join and FEWEST * numel <= limit
-        if joins and numel <= room and beside == parent:
+        numel, parent = unit.numel, unit.modules[0][0].rpartition(".")[0]
+        joins = unit.may_join and MIN_JOINED * numel <= limit
+        if joins and numel <= room and parent == last_parent:
             together[-1].append(unit)
             room -= numel
         else:
             together.append([unit])
-            room, parent = limit - numel if joins else 0, beside
+            room, last_parent = limit - numel if joins else 0, parent
     return [unit for several in together for unit in _joined(several)]
 
 
 def _joined(units: Sequence[Unit]) -> Sequence[Unit]:
-    if len(units) < FEWEST:
+    if len(units) < MIN_JOINED:
         return units
     modules = tuple(module for unit in units for module in unit.modules)
     return [Unit(modules, tuple(param for unit in units for param in unit.parameters), True)]

@@ -16,7 +16,7 @@ keeps its slice of the average as `grad_slice`. At stage 0 the slice is the whol
     stages 2 and 3   `local_grads` is freed after its reduction, and `grad_slice` accumulates over the
                      micro-batches
 
-If state is replicated (`across`), slices are also averaged over the replicas. From stage 2 on this happens
+If state is replicated, slices are also averaged over the replicas. From stage 2 on this happens
 once per step, after the reduction of its last backward pass.
 
 If the optimizer averages by itself (1-bit rules, at stage 0), `grad_slice` is this rank's own gradients.
@@ -66,8 +66,8 @@ Spares = list[Tensor]
 class FlatGradients:
     """A group's gradients on the device: see [Note: a gradient's way]."""
 
-    down: HostGradientSlice | None  # the averaged slice on the host; None: it stays on the device
-    is_down = False  # the averaged slice is on the host or being copied to it
+    host_slice: HostGradientSlice | None  # the averaged slice on the host; None: it stays on the device
+    is_on_host = False  # the averaged slice is on the host or being copied to it
 
     def __init__(
         self,
@@ -85,32 +85,34 @@ class FlatGradients:
         self.device = parameters.kind.device
         self.windows = self.layout.windows
         self.strides = list(map(contiguous_strides, parameters.shapes))
-        self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
+        self.ranks, self.replicas, self.name = parameters.ranks, parameters.replicas, parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
         host = (
             None
             if copy_threads is None
             else HostGradientSlice(copy_threads, self.name, self.layout.shard, self.accumulate)
         )
-        self.down = host
-        self.frees, self.checks_finite = settings.frees_gradients, settings.needs_norm
-        alone = self.ranks.size == self.across.size == 1
-        self.has_peers, self.is_replicated = not alone, self.across.size > 1
+        self.host_slice = host
+        self.frees, self.checks_finite = settings.shards_gradients, settings.needs_norm
+        alone = self.ranks.size == self.replicas.size == 1
+        self.has_peers, self.is_replicated = not alone, self.replicas.size > 1
         master = settings.dtypes.master_of(parameters.dtype)
         self.is_average = alone and divisors == (1, 1)  # this rank's own gradients are the average
         self.uses_param_grad = (
             self.is_average
             and parameters.dtype == self.accumulate == master
             and settings.plain_divisor == 1
-            and self.down is None
+            and self.host_slice is None
             and not parameters.kind.is_dtensor
         )
         # Through `spares`. A buffer that is the average itself stays until it is copied to the host.
-        self.reuses_memory = self.device.type == "cpu" and not (self.down is not None and self.is_average)
+        self.reuses_memory = self.device.type == "cpu" and not (
+            self.host_slice is not None and self.is_average
+        )
         self.local_grads: Tensor | None = None  # this rank's own gradients, of the whole buffer
         self.grad_slice: Tensor | None = None  # this rank's slice of the average, or memory for it
         self.slice_is_valid = False  # `grad_slice` holds gradients of this step
-        self.slice_is_shared = False  # averaged over `across`, too
+        self.slice_is_replica_average = False  # averaged over `replicas`, too
         self.arrived: set[Member] = set()  # parameters with a gradient in `local_grads`
         # The smallest and the largest of this rank's own gradients in each reduction since the last step: NaN
         # if one of them is. One operation on the device; the host reads them only to report an overflow.
@@ -221,7 +223,7 @@ class FlatGradients:
                 self.spares.append(local)
             self.local_grads = None
         if last and self.is_replicated:
-            self.share_slice()
+            self.average_over_replicas()
 
     def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
         """Reduce the flat buffer over the ranks, and add this rank's slice of the average to `grad_slice`."""
@@ -233,23 +235,23 @@ class FlatGradients:
         before, after = self.divisors
         if before != 1:
             sent.div_(before)
-        # Stages 2 and 3 average over replicas once per step, in `share_slice`. Gradients that arrive after
-        # that are averaged at once, because the slice that they are added to is.
-        share_now = self.is_replicated and (not self.frees or self.slice_is_shared)
-        divisor, what = 1 if share_now else after, f"gradients {self.name}"
+        # Stages 2 and 3 average over replicas once per step, by `average_over_replicas`. Gradients that come
+        # after that are averaged at once, because the slice that they are added to is.
+        over_replicas = self.is_replicated and (not self.frees or self.slice_is_replica_average)
+        divisor, what = 1 if over_replicas else after, f"gradients {self.name}"
         if self.settings.reduce_scatter:
             self.reduce_slices(sent, out, divisor, what)
         else:
             self.ranks.all_reduce(sent, divisor, what)
             if self.ranks.slice_of(sent).data_ptr() != out.data_ptr():
                 out.copy_(self.ranks.slice_of(sent))
-        if share_now:
-            self._share(out, after, sent.dtype)
+        if over_replicas:
+            self._reduce_over_replicas(out, after, sent.dtype)
         self._add_to_slice(out, last)
 
-    def _share(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
+    def _reduce_over_replicas(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
         sent = gradients.to(wire)
-        self.across.all_reduce(sent, divisor, f"gradients {self.name}")
+        self.replicas.all_reduce(sent, divisor, f"gradients {self.name}")
         if sent is not gradients:
             gradients.copy_(sent)
 
@@ -261,16 +263,16 @@ class FlatGradients:
             assert self.grad_slice is not None
             self.grad_slice.add_(more)
 
-    def _is_to_be_shared(self) -> bool:
-        return self.frees and self.is_replicated and not self.slice_is_shared
+    def _lacks_replica_average(self) -> bool:
+        return self.frees and self.is_replicated and not self.slice_is_replica_average
 
-    def share_slice(self) -> None:
+    def average_over_replicas(self) -> None:
         """Average this rank's slice over the replicas, once per step."""
-        if self.slice_is_valid and self._is_to_be_shared():
+        if self.slice_is_valid and self._lacks_replica_average():
             mine = self.grad_slice
             assert mine is not None
-            self._share(mine, 1, self.settings.dtypes.reduce or mine.dtype)
-            self.slice_is_shared = True
+            self._reduce_over_replicas(mine, 1, self.settings.dtypes.reduce or mine.dtype)
+            self.slice_is_replica_average = True
 
     def _slice_memory(self) -> Tensor:
         """Return memory for an averaged slice: that of the last step if it is free, or new."""
@@ -296,7 +298,7 @@ class FlatGradients:
                 self.grad_slice = None  # it may be a window into gradients that are not reduced yet
             self.grad_slice = self._zero_slice()
             # Values by user code are equal on replicas: there is nothing to average.
-            self.slice_is_valid = self.slice_is_shared = True
+            self.slice_is_valid = self.slice_is_replica_average = True
         mine = self.averaged_slice()
         assert mine is not None
         self.parameters.write(mine, member, gradient)
@@ -345,14 +347,14 @@ class FlatGradients:
             for param in self.parameters.params:
                 param.grad = None
         self.arrived.clear()
-        self.slice_is_valid = self.slice_is_shared = False
+        self.slice_is_valid = self.slice_is_replica_average = False
         self.local_ends.clear()
         if free:
             self.local_grads = self.grad_slice = None
 
     def device_memory(self) -> Iterator[Tensor]:
         """Yield every tensor on the device that holds gradients."""
-        on_device = self.local_grads, None if self.is_down else self.grad_slice
+        on_device = self.local_grads, None if self.is_on_host else self.grad_slice
         yield from (t for t in on_device if t is not None)
         grads = (m.param.grad for m in self.members)
         yield from (grad for grad in grads if grad is not None and not isinstance(grad, GradPlaceholder))
@@ -369,55 +371,55 @@ class HostGradients(FlatGradients):
     `averaged_slice`, which waits for the copy.
     """
 
-    down: HostGradientSlice
+    host_slice: HostGradientSlice
 
     @property
-    def is_down(self) -> bool:  # type: ignore[override]
+    def is_on_host(self) -> bool:  # type: ignore[override]
         """Whether the averaged slice is on the host or being copied to it."""
-        return self.grad_slice is not None and self.grad_slice is self.down.memory
+        return self.grad_slice is not None and self.grad_slice is self.host_slice.memory
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         if not self.frees:
-            self.down.wait_until_copied()  # wait: a copy may still read the buffer
+            self.host_slice.wait_until_copied()  # wait: a copy may still read the buffer
         return super()._open(dtype)
 
     def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
         if not self.is_average:
             return super()._average(local, wire, last)
         if self.frees:
-            self.down.copy_threads.wait_for_turn()
+            self.host_slice.copy_threads.wait_for_turn()
         self._add_to_slice(local.to(wire), last)  # in `wire`, which may have fewer bytes
 
     def _add_to_slice(self, more: Tensor, last: bool) -> None:
-        if self._is_to_be_shared():
+        if self._lacks_replica_average():
             return super()._add_to_slice(more, last)
-        self.down.receive(more, adds=self.slice_is_valid, last=last)
-        self.grad_slice, self.slice_is_valid = self.down.memory, True
+        self.host_slice.receive(more, adds=self.slice_is_valid, last=last)
+        self.grad_slice, self.slice_is_valid = self.host_slice.memory, True
 
-    def share_slice(self) -> None:
+    def average_over_replicas(self) -> None:
         """Average this rank's slice over the replicas, once per step, and copy it to the host."""
-        on_device = None if self.slice_is_shared else self.grad_slice
-        super().share_slice()
-        if self.slice_is_shared and on_device is not None:
-            self.down.receive(on_device, adds=False, last=True)
-            self.grad_slice = self.down.memory
+        on_device = None if self.slice_is_replica_average else self.grad_slice
+        super().average_over_replicas()
+        if self.slice_is_replica_average and on_device is not None:
+            self.host_slice.receive(on_device, adds=False, last=True)
+            self.grad_slice = self.host_slice.memory
 
     def _slice_memory(self) -> Tensor:
-        self.down.copy_threads.wait_for_turn()
+        self.host_slice.copy_threads.wait_for_turn()
         return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
 
     def _zero_slice(self) -> Tensor:
-        return self.down.zero()
+        return self.host_slice.zero()
 
     def averaged_slice(self) -> Tensor | None:
         """Wait for the copy, and return this rank's slice of the averaged gradients; None if none."""
         mine = super().averaged_slice()
-        return self.down.arrived() if mine is not None and self.is_down else mine
+        return self.host_slice.arrived() if mine is not None and self.is_on_host else mine
 
     def forget(self, free: bool) -> None:
         """Discard the gradients, also those that are being copied. `free`: also free their memory."""
         super().forget(free)
-        self.down.forget()
+        self.host_slice.forget()
         self.grad_slice = None
 
 
@@ -429,7 +431,7 @@ class GradPlaceholder(Tensor):
 
     parameter = "a parameter"  # its name
     member: Member | None = None  # None: a conversion such as `grad.float()`, with no gradient behind it
-    owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
+    owner: Callable[[], "GradientPlaceholders | None"] = staticmethod(lambda: None)  # weak: see `Hook`
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -467,7 +469,7 @@ class Found:
     written: list[tuple[Member, Tensor]] = field(default_factory=list)
 
 
-class ShownGradients:
+class GradientPlaceholders:
     """The placeholders and averaged gradients that we have put into `param.grad`."""
 
     def __init__(self, zero: Callable[[Member], None]) -> None:

@@ -9,7 +9,7 @@
 
 [Note: writes to parameters] User code may write to parameters between steps, and the master adopts what was
 written. Version counters tell of most writes, but not of those through `param.data` and NumPy, and to compare
-each element with its rounded master costs more than a step of Adam. So a step notes `published`, the column
+each element with its rounded master costs more than a step of Adam. So a step notes `synced_sums`, the column
 sums of this rank's slice. The next step begins with `compare`, which sums the slice again. The result,
 `changed`, stays on the device, and ranks add it to the vector that they exchange before a step anyway. Only
 if the slice of some rank has changed does each rank look which of its groups have, and compare elements.
@@ -60,7 +60,8 @@ class Master:
         self.dtype = dtypes.master_of(parameters.dtype)
         self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
         # See [Note: writes to parameters].
-        self.published: Tensor | None = None  # column sums when the slice equalled the master; None: unknown
+        # Column sums of the slice when it last equalled the master; None: unknown.
+        self.synced_sums: Tensor | None = None
         self.changed: Tensor | None = None  # bool on the device: the slice differs; None: not compared
         self.adopts = False  # the stepper compares parameters with their masters itself
         self.compiled_for: Callable[[torch.device], bool] = compiled_for
@@ -89,7 +90,7 @@ class Master:
             mine = self.parameters.piece_of(master, member)
             assert mine is not None
             self.pieces[member] = Piece(member.name, member.shape, fragment.param_range, member.group, mine)
-        self.sent, self.published, self.changed = master, None, None
+        self.sent, self.synced_sums, self.changed = master, None, None
         self.staging: list[Tensor] = []  # host memory of slices that are copied to and from the device
         if self.copy_threads is not None and self.is_separate:
             # Without rounding the master itself is sent, unless it is in a file.
@@ -98,8 +99,8 @@ class Master:
                     master.numel(), self.parameters.dtype, self.parameters.shard.device
                 )
                 self.staging.append(self.sent)
-            if self.gradients.down is not None:
-                self.staging.append(self.gradients.down.memory)
+            if self.gradients.host_slice is not None:
+                self.staging.append(self.gradients.host_slice.memory)
         if self.is_separate:
             self._note_published()
         self.note_versions()
@@ -136,14 +137,14 @@ class Master:
         marked = None if self.changes is None else self._begin_changes(self.changes, marks_changes)
         self.adopts = adopts and self.copies is not None
         # With host-device copies writes were adopted before the step, and released parameters have none.
-        is_current = self.published is not None or self.adopts or parameters.released_at_rest
+        is_current = self.synced_sums is not None or self.adopts or parameters.released_at_rest
         if self.is_separate and self.copy_threads is None and not is_current:
             self._adopt_slice()
         gradients = None  # None: they are in `param.grad`
         if not self.gradients.uses_param_grad:
             gradients = self.gradients.averaged_slice()
             assert gradients is not None
-            if self.tier.is_offloaded and not self.gradients.is_down:
+            if self.tier.is_offloaded and not self.gradients.is_on_host:
                 gradients = self.tier.fetch(gradients)
             if not fuses:
                 gradients = gradients.to(self.dtype)
@@ -262,14 +263,14 @@ class Master:
     # On the way to the device and back -----------------------------------------------------------
 
     def _send(self, copy_threads: CopyThreads) -> None:
-        """Begin to copy the parameters' slice to the device. `settle` waits for it."""
+        """Begin to copy the parameters' slice to the device. `wait_for_copy` waits for it."""
         if not self.is_separate:
             return
         if self.sent is not self.values and self.copies is None:  # else the stepper has written `sent`
             self.sent.copy_(self.values)
-        self.published, self.sending = None, copy_threads.send_up(self.parameters.shard, self.sent)
+        self.synced_sums, self.sending = None, copy_threads.send_up(self.parameters.shard, self.sent)
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait for the pending copy to the device. Its error is raised each time, until the next copy."""
         if self.sending is not None:
             try:
@@ -280,41 +281,41 @@ class Master:
                     f"{self.parameters.shard.device} after a step failed: {error}. The model on the device "
                     "is not the trained one. Load a checkpoint"
                 ) from error
-            self.sending, self.published = None, column_sums(self.parameters.shard)
+            self.sending, self.synced_sums = None, column_sums(self.parameters.shard)
 
     # Writes of user code: see [Note: writes to parameters] ---------------------------------------
 
     def _note_published(self) -> None:
         """Note that the slice equals the master: sum it, unless another place compares its values."""
         elsewhere = self.copy_threads is not None or self.adopts or self.parameters.released_at_rest
-        self.published = None if elsewhere else column_sums(self.parameters.shard)
+        self.synced_sums = None if elsewhere else column_sums(self.parameters.shard)
 
-    def _differs(self, published: Tensor) -> Tensor:
+    def _differs(self, synced_sums: Tensor) -> Tensor:
         """Return whether the slice has changed, as a bool on the device."""
-        return (column_sums(self.parameters.shard) != published).any()
+        return (column_sums(self.parameters.shard) != synced_sums).any()
 
     def compare(self) -> None:
-        """Compare this rank's slice with the `published` sums, without waiting: see `changed`."""
+        """Compare this rank's slice with `synced_sums`, without waiting: see `changed`."""
         self.changed = None
         if not self.is_separate or self.parameters.shard.is_meta:
             return
         if self.copy_threads is not None:
-            self.settle()
+            self.wait_for_copy()
         released = self.parameters.released_at_rest
         if not released and list(map(version_of, self.parameters.params)) != self.param_versions:
-            self.published = None  # written for certain: `fetch` compares elements
-        if self.copy_threads is not None and self.published is None:
+            self.synced_sums = None  # written for certain: `fetch` compares elements
+        if self.copy_threads is not None and self.synced_sums is None:
             self.adopt_device_writes()
-        if self.published is not None:
-            self.changed = self._differs(self.published)
+        if self.synced_sums is not None:
+            self.changed = self._differs(self.synced_sums)
 
     def adopt_device_writes(self) -> None:
         """Copy writes of user code to the device's slice since the last copy to the master."""
         copy_threads = self.copy_threads
         if copy_threads is None or not self.is_separate:
             return
-        self.settle()
-        if self.published is not None and not bool(self._differs(self.published)):
+        self.wait_for_copy()
+        if self.synced_sums is not None and not bool(self._differs(self.synced_sums)):
             return
         copy_threads.fetch(self.sent, self.parameters.shard)
         if self.changes is not None:
@@ -323,7 +324,7 @@ class Master:
             self.values.copy_(with_user_writes(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
             self.values.copy_(self.sent)
-        self.published = column_sums(self.parameters.shard)
+        self.synced_sums = column_sums(self.parameters.shard)
         self.note_versions()
 
     def _adopt_slice(self) -> None:
@@ -348,7 +349,7 @@ class Master:
             self.changes.count_all()
         if self.copy_threads is not None:
             self._send(self.copy_threads)
-            self.settle()
+            self.wait_for_copy()
         elif self.is_separate:
             self.parameters.shard.copy_(self.values)
             self._note_published()
@@ -396,9 +397,9 @@ class Master:
             return
         if self.copy_threads is not None:
             return self.adopt_device_writes()
-        if self.published is None or bool(self._differs(self.published)):
+        if self.synced_sums is None or bool(self._differs(self.synced_sums)):
             self._adopt_slice()
-            self.published = None
+            self.synced_sums = None
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Set the values of a parameter and its master. Every rank must do the same."""
@@ -418,7 +419,7 @@ def adopt_changed(masters: Sequence[Master]) -> None:
     flags = torch.stack([*compared.values()]).tolist() if compared else []
     for master, is_changed in zip(compared, flags, strict=True):
         if is_changed:
-            master.published = None  # so `fetch` compares elements, or, with host-device copies:
+            master.synced_sums = None  # so `fetch` compares elements, or, with host-device copies:
             master.adopt_device_writes()
 
 
@@ -440,7 +441,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         super().__init__()
         self.owners: dict[Tensor, Parameter] = {}  # piece -> parameter, and parameter -> itself
         self.is_offloaded = False  # see `offload_states.py`
-        self.settled: Callable[[], None] | None = None  # waits for a delayed update that writes the state
+        self.wait_for_update: Callable[[], None] | None = None  # of a delayed update that writes the state
 
     def add(self, piece: Tensor, param: Parameter) -> None:
         """Make `piece` a key for the state of `param`."""
@@ -464,8 +465,8 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         if self.is_offloaded:
             raise RuntimeError(OFFLOADED)
-        if self.settled is not None:
-            self.settled()
+        if self.wait_for_update is not None:
+            self.wait_for_update()
         owner = self.owners.get(key) if isinstance(key, Tensor) else None
         return self.data.setdefault(self._owner(key) if owner is None else owner, {})
 
@@ -485,14 +486,14 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
 
     def values(self) -> Any:
         """Return the state of all parameters, also while it is offloaded."""
-        if self.settled is not None:
-            self.settled()
+        if self.wait_for_update is not None:
+            self.wait_for_update()
         return self.data.values()
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter or piece, without creating it."""
-        if self.settled is not None:
-            self.settled()
+        if self.wait_for_update is not None:
+            self.wait_for_update()
         return self.data[self._owner(key)] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:

@@ -28,7 +28,7 @@ class ParameterGroup:
     def __init__(self, parameters: FlatParameters) -> None:
         self.parameters = parameters
         self.members, self.kind, self.layout = parameters.members, parameters.kind, parameters.layout
-        self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
+        self.ranks, self.replicas, self.name = parameters.ranks, parameters.replicas, parameters.name
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Set a parameter's values. Every rank must do the same."""
@@ -90,13 +90,13 @@ def holdings(
     groups: Sequence[ParameterGroup],
     trained: Sequence[TrainedGroup],
     states: Mapping[Any, Mapping[str, Any]],
-    beside: Sequence[Tensor],
+    others: Sequence[Tensor],
     on_host: Iterable[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Return every tensor that a rank holds, by kind. `counters` are the optimizer's step numbers.
 
     State in host memory or in a file is listed under its own kind. `groups`: the groups to list parameters
-    of. `beside` and `on_host`: tensors on the device and on the host that belong to no single group.
+    of. `others` and `on_host`: tensors on the device and on the host that belong to no single group.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [group.master for group in trained]
@@ -104,7 +104,7 @@ def holdings(
     separate += [master.changes.bits for master in masters if master.changes is not None]
     kind = next((master.tier.kind for master in masters if master.tier.is_offloaded), "optimizer")
     offloaded = set(offloaded_ids(trained, states))
-    tensors = [*separate, *(t for t in state if t.dim()), *beside]
+    tensors = [*separate, *(t for t in state if t.dim()), *others]
     here, in_tier = ([t for t in tensors if (id(t) in offloaded) is away] for away in (False, True))
     on_host = [*(tensor for master in masters for tensor in master.staging), *on_host]
     in_tiers = {kind: in_tier + on_host} if kind == "host" else {kind: in_tier, "host": on_host}

@@ -111,7 +111,7 @@ def is_released(param: Tensor) -> bool:
 
 def layout_of(numels: Sequence[int], pair: Pair) -> FlatLayout:
     """Return the layout of parameters of these sizes in a flat buffer that is sharded over these ranks."""
-    return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.across.size)
+    return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.replicas.size)
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype]]:
@@ -140,7 +140,7 @@ class FlatParameters:
         self.members, self.kind = list(members), kind
         self.params = [member.param for member in members]
         self.shapes = [member.shape for member in self.members]
-        self.ranks, self.across = pair.shard, pair.across
+        self.ranks, self.replicas = pair.shard, pair.replicas
         self.gather_slices, self.node = pair.gather, pair.node
         self.gather_exactly = pair.gather_exactly  # if `gather_slices` quantizes
         self.dtype = kind.run_dtype
@@ -157,7 +157,7 @@ class FlatParameters:
         self.adopted = False  # user code has assigned to `param.data` since master and parameters were equal
         self.lent = False  # user code may keep views of the values
         self.pending: Pending | None = None  # the all-gather that is queued
-        self.home: Any = None  # the stream that the memory of the gathered values belongs to
+        self.owner_stream: Any = None  # the stream that the memory of the gathered values belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
         self.unrounded: Tensor | None = None  # this rank's slice in the model's dtype, for the master
         self.slice = self._reserve(param_store) if deferred else self._broadcast(param_store)
@@ -173,7 +173,7 @@ class FlatParameters:
         for member in self.members:
             window = original[self.layout.windows[member.index]].view(member.shape)
             window.copy_(self.values_of(member.param))
-        for group in (self.ranks, self.across):
+        for group in (self.ranks, self.replicas):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
         if self.kind.trained and self.dtype != self.kind.dtype:
@@ -298,11 +298,11 @@ class FlatParameters:
         return adopted
 
     @torch.no_grad()
-    def collect(self, home: Any = None, exactly: bool = False) -> None:
+    def all_gather(self, owner_stream: Any = None, exactly: bool = False) -> None:
         """All-gather the ranks' slices into the buffer, and wait. Every rank must call this.
 
-        With a node copy it gathers within the node only. `home`: the stream that the buffer's memory belongs
-        to, if the current one is a lane's. `exactly`: without quantization, also where training quantizes.
+        With a node copy it gathers within the node only. `owner_stream`: the stream that the buffer's memory
+        belongs to, if the current one is a lane's. `exactly`: without quantization, also if training does.
         """
         exact = self.gather_exactly if exactly else None
         # All ranks make and drop node copies at the same places, or they would enter different collectives.
@@ -311,7 +311,7 @@ class FlatParameters:
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
-            self.slice.copy_to(self.ranks.slice_of(self.full), home)
+            self.slice.copy_to(self.ranks.slice_of(self.full), owner_stream)
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
         (exact or self.gather_slices)(full, f"parameters {self.name}")
 
@@ -327,18 +327,20 @@ class FlatParameters:
         )
 
     def begin_gather(self, lane: Lane, exactly: bool = False) -> None:
-        """Queue the all-gather of the sharded values on a lane. `exactly`: see `collect`."""
+        """Queue the all-gather of the sharded values on a lane. `exactly`: see `all_gather`."""
         if self.is_offloaded:
             raise RuntimeError(OFFLOADED)
         self.reassigned()  # raises for a parameter that was assigned a tensor while it was released
-        # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
+        # Allocated on the caller's stream. `release` returns it to the allocator of that stream.
         self.full.untyped_storage().resize_(self.full.nbytes)
-        self.home = lane.producer()
+        self.owner_stream = lane.producer()
         used = [] if self.node_copy is None or exactly else [self.node_copy]
         if self.slice.is_offloaded and not used:
             self.slice.start_read()
         try:
-            self.pending = lane.submit(partial(self.collect, self.home, exactly), used, [self.home])
+            self.pending = lane.submit(
+                partial(self.all_gather, self.owner_stream, exactly), used, [self.owner_stream]
+            )
         except BaseException:
             self.full.untyped_storage().resize_(0)
             raise

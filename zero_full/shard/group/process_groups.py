@@ -23,10 +23,10 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Pair:
-    """The process groups of one kind of state: sharded over `shard`, and replicated over `across`."""
+    """The process groups of one kind of state: sharded over `shard`, and equal on all `replicas`."""
 
     shard: Communicator
-    across: Communicator
+    replicas: Communicator
     gather: Gather
     reduce: Reduce
     node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
@@ -35,7 +35,7 @@ class Pair:
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
         gathered = [mine]
-        for group in (self.shard, self.across):
+        for group in (self.shard, self.replicas):
             gathered = [each for some in group.gather_objects(gathered, what) for each in some]
         return gathered
 
@@ -53,8 +53,8 @@ class Groups:
     traffic: Traffic
     communicators: list[Communicator]  # all of them
     opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
-    user_calls: list[UserCalls]  # of the `shard` and `across` ranks, which have the same parameters
-    calls_across_parts: list[UserCalls]  # of the ranks of `across_parts`
+    user_calls: list[UserCalls]  # of the `shard` and `replicas` ranks, which have the same parameters
+    model_parallel_calls: list[UserCalls]  # of the ranks of `model_parallel`
     is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
 
     def close(self) -> None:
@@ -69,14 +69,14 @@ class Groups:
                 others.callback(communicator.close)
 
     @property
-    def across_parts(self) -> list[Communicator]:
+    def model_parallel(self) -> list[Communicator]:
         """The communicators between ranks that hold different parts of the model."""
         return [each for each in (self.tensor, self.pipe) if each is not None]
 
     @property
     def everyone(self) -> list[Communicator]:
         """The communicators that reach every rank of the step, if they are used one after the other."""
-        groups = [self.dense.shard, self.dense.across]
+        groups = [self.dense.shard, self.dense.replicas]
         for each in (self.tensor, self.pipe):
             if each is not None:
                 groups.append(each)
@@ -101,7 +101,7 @@ class Connection:
     communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def to(self, group: Group, label: str = "") -> Communicator:
+    def open(self, group: Group, label: str = "") -> Communicator:
         """Open a communicator for this group; None: for a single rank."""
         ours = any(group is each for each in self.given)
         if group is not None and group.size() > 1 and self.own_groups and not ours:
@@ -114,18 +114,18 @@ class Connection:
         self.communicators.append(made)
         return made
 
-    def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
+    def pair(self, settings: Settings, shard: Group, replicas: Group) -> Pair:
         """Open the communicators for one kind of state. At stage 0 `shard` is a single rank."""
-        if not settings.cuts_state:
-            shard, across = None, shard
-        cut, copies = self.to(shard), self.to(across)
-        if not settings.releases_parameters or shard is None or cut.size == 1:
+        if not settings.shards_state:
+            shard, replicas = None, shard
+        cut, copies = self.open(shard), self.open(replicas)
+        if not settings.shards_parameters or shard is None or cut.size == 1:
             return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
         # With overlap, all-gathers of parameters run at the same time as reduce-scatters of gradients. They
         # need a group of their own, because the order of the two lanes differs from rank to rank.
-        beside = replace(self, own_groups=True, given=()) if settings.overlap else self
+        own_group = replace(self, own_groups=True, given=()) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
-        gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
+        gather: Gather = (own_group.open(shard) if settings.overlap else cut).all_gather
         nodes = node = gather_exactly = None
         if gathering.node_ranks > 1 or gathering.quantized_weights:
             nodes = self.nodes(gathering.node_ranks, shard)
@@ -156,7 +156,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
             f"{connection.device.type} has no 64-bit floats, which ranks need to sum counts and norms. Use "
             "another device, or a single rank"
         )
-    if topology.shard is not None and not settings.cuts_state:
+    if topology.shard is not None and not settings.shards_state:
         raise ValueError(
             "stage 0 shards nothing, but the topology has `shard` and `replicate` groups. Use stage 1, 2 "
             "or 3, or omit these groups"
@@ -167,26 +167,23 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     if topology.expert_data is not None:
         flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
         expert = connection.pair(flat, topology.expert_data, None)
-    tensor = connection.to(topology.tensor) if topology.tensor is not None else None
-    pipe = connection.to(topology.pipe) if topology.pipe is not None else None
-    between_experts = connection.to(topology.expert) if expert is not None else None
-    ranks = dense.shard.size * dense.across.size
+    tensor = connection.open(topology.tensor) if topology.tensor is not None else None
+    pipe = connection.open(topology.pipe) if topology.pipe is not None else None
+    between_experts = connection.open(topology.expert) if expert is not None else None
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
-    user_calls = [UserCalls(each, made) for each in (dense.shard, dense.across) if each.store is not None]
+    user_calls = [UserCalls(each, made) for each in (dense.shard, dense.replicas) if each.store is not None]
     parts = [each for each in (tensor, pipe) if each is not None and each.store is not None]
-    across_parts = [UserCalls(each, made) for each in parts]
-    traffic, is_copy = connection.traffic, topology.is_copy
     return Groups(
-        dense,
-        expert,
-        between_experts,
-        tensor,
-        pipe,
-        ranks,
-        traffic,
-        made,
-        opened,
-        user_calls,
-        across_parts,
-        is_copy,
+        dense=dense,
+        expert=expert,
+        between_experts=between_experts,
+        tensor=tensor,
+        pipe=pipe,
+        data_ranks=dense.shard.size * dense.replicas.size,
+        traffic=connection.traffic,
+        communicators=made,
+        opened=opened,
+        user_calls=user_calls,
+        model_parallel_calls=[UserCalls(each, made) for each in parts],
+        is_copy=topology.is_copy,
     )

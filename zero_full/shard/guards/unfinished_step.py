@@ -102,7 +102,7 @@ class UnfinishedStep:
 
     def mark_complete(self) -> None:
         """Note that all values and counters have changed: a later exception does not cut the step short."""
-        self.phase = COLLECTING
+        self.phase = COLLECTING  # in which `run` takes an exception as harmless
 
     # What is left of a step that was cut short ---------------------------------------------------
 

@@ -128,9 +128,9 @@ class BackwardPass:
         self.count = 0  # number of passes that produced gradients
         self.divided = False  # the loss was divided by the number of micro-batches...
         self.scaled = False  # ...and multiplied by the loss scale, by the engine or `scale`
-        self.gated = False  # or gradients were scaled when they reached the model's outputs
+        self.scaled_at_outputs = False  # or gradients were scaled when they reached the model's outputs
         self.divisor: float | None = None  # divisor of the gradients; None: no gradient has arrived yet
-        self.number: int | None = None  # autograd's number of the pass; None: not known yet
+        self.graph_task: int | None = None  # autograd's id of the pass; None: not known yet
         # Number of the pass that reached a loss, and the loss; None: it reached several.
         self._reached: tuple[int, Tensor | None] | None = None
 
@@ -146,16 +146,16 @@ class BackwardPass:
         for act in self.at_begin:
             act()
         now = current_backward()
-        self.number = now if now >= 0 else None
-        self.running, self.divided, self.scaled, self.gated = True, divided, scaled, False
+        self.graph_task = now if now >= 0 else None
+        self.running, self.divided, self.scaled, self.scaled_at_outputs = True, divided, scaled, False
         self.divisor, self.failed = None, False
         self.is_boundary = self.accumulation.is_boundary()
 
     def end(self) -> None:
         """End the pass, and call `at_end`."""
-        if current_backward() < 0 or (self._reached and self._reached[0] == self.number):
+        if current_backward() < 0 or (self._reached and self._reached[0] == self.graph_task):
             self._reached = None  # else it was a recomputed part
-        self.running, self.number = False, None
+        self.running, self.graph_task = False, None
         for act in self.at_end:
             act()
 
@@ -176,25 +176,26 @@ class BackwardPass:
         if current_backward() >= 0:
             queue_backward_callback(act)
 
-    def is_at_work(self) -> bool:
+    def is_running_here(self) -> bool:
         """Return whether autograd is running this pass, and not a recomputed part of it."""
-        return self.running and self.number in (None, current_backward())
+        return self.running and self.graph_task in (None, current_backward())
 
-    def reach(self, loss: Tensor) -> None:
+    def note_loss(self, loss: Tensor) -> None:
         """Note that autograd has reached a model output that is a loss."""
         now = current_backward()
         if self._reached is None or self._reached[0] != now:
             self._reached = now, loss
         elif self._reached[1] is not loss:
             self._reached = now, None
-            if self.running and self.number == now and self.divisor is not None:  # `bring` noted the first
+            # `note_gradient` has noted the first loss.
+            if self.running and self.graph_task == now and self.divisor is not None:
                 self._note_reached()
 
-    def bring(self) -> float:
+    def note_gradient(self) -> float:
         """Note a gradient, and return its divisor. Raises if it lacks the loss scale."""
-        if self.number is None:  # autograd has a number only once it is running
-            self.number = current_backward()
-        if not (self.scaled or self.gated) and self.scaler.scale != 1:
+        if self.graph_task is None:  # autograd has an id only once it is running
+            self.graph_task = current_backward()
+        if not (self.scaled or self.scaled_at_outputs) and self.scaler.scale != 1:
             raise RuntimeError(NOT_SCALED)
         if self.divisor is None:
             self.divisor = 1.0 if self.divided else self.accumulation.plain_divisor()
@@ -204,7 +205,7 @@ class BackwardPass:
         return self.divisor
 
     def _note_reached(self) -> None:
-        if self._reached is not None and self._reached[0] == self.number and not self.divided:
+        if self._reached is not None and self._reached[0] == self.graph_task and not self.divided:
             self.accumulation.add_plain_loss(self._reached[1])
 
 
@@ -212,7 +213,7 @@ class BackwardPass:
 
 
 def watch_losses(backward: BackwardPass, outputs: Any) -> Any:
-    """Call `backward.reach(loss)` when autograd reaches a loss among the outputs. Returns the outputs.
+    """Call `backward.note_loss(loss)` when autograd reaches a loss among the outputs. Returns the outputs.
 
     A loss is a tensor without dimensions that requires gradients. If the outputs have several, each is
     replaced by a view of its own. One loss may be computed from another, whose gradients then flow from the
@@ -229,7 +230,7 @@ def _watched(backward: BackwardPass, several: bool, output: Any) -> Any:
     if not _is_loss(output):
         return output
     output, loss = output.view_as(output) if several else output, output.detach()
-    output.register_hook(lambda grad: backward.reach(loss))
+    output.register_hook(lambda grad: backward.note_loss(loss))
     return output
 
 

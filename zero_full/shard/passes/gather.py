@@ -60,9 +60,9 @@ class UnitState:
         """`joined`: several modules share the groups, see [Note: joined units] in `deal/units.py`."""
         self.groups, self.joined = list(groups), joined
         self.reduces = list(groups)  # groups to reduce when backward of all modules is complete
-        self.numel = sum(group.layout.total for group in groups)
+        self.numel = sum(group.layout.total for group in groups)  # without groups that are added later
         self.open: set[Site] = set()  # modules with a call whose backward is not complete
-        self.is_used_unseen = False  # the parameters have a use without a mark
+        self.has_unmarked_use = False  # the parameters have a use without a mark
         self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
 
 
@@ -73,7 +73,7 @@ class Site:
         self.name, self.module, self.unit, self.groups = name, module, unit, unit.groups
         self.active: list[Call | None] = []  # calls in forward, a stack; None: a call that gathers nothing
         self.backwards_due = 0  # calls with a mark that have not completed backward
-        self.silent = 0  # calls under no_grad in a training forward, which checkpointing may recompute
+        self.no_grad_calls = 0  # calls under no_grad in a training forward, which checkpointing may recompute
         self.marked = 0  # calls with a mark that runs when their backward is done
 
 
@@ -141,30 +141,30 @@ class ParameterGatherer:
         self.training, self.inference, self.backward = Order(), Order(), Order()
         self.order: Order | None = None  # the order of the running pass; None: between passes
         self.reported = False  # the change of order was logged
-        self.trail = 0  # checksum of the gathered groups in their order, equal on every rank
+        self.order_checksum = 0  # checksum of the gathered groups in their order, equal on every rank
         self.live = 0  # elements that are gathered now
         self.gathered: set[ParameterGroup] = set()
         self.lingering: UnitState | None = None  # a joined unit that stays gathered for its next module
         self.calls: set[Call] = set()  # calls in backward
         self.sites = {site.module: site for site in sites}
-        self.home = {group: site.unit for site in sites for group in site.groups}
-        ranks = min((group.ranks.size for group in self.home), default=1)
+        self.unit_of = {group: site.unit for site in sites for group in site.groups}
+        ranks = min((group.ranks.size for group in self.unit_of), default=1)
         self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
         self.root = self.sites.setdefault(model, Site("", model, UnitState([])))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
-            self._install(site, Hook)
+            self._install(site, Hook, self.before_forward, self.after_forward)
         self._install_inner(model)
         reducer.backward.at_end.append(self.end_backward)
 
-    def _install(self, site: Site, kind: type[Hook], prefix: str = "") -> None:
+    def _install(
+        self, site: Site, kind: type[Hook], before: Callable[..., Any], after: Callable[..., Any]
+    ) -> None:
         """Register forward hooks that run first before the site's forward, and always after it."""
         module = site.module
-        before = kind(module, getattr(self, f"{prefix}before_forward"), site)
-        after = kind(module, getattr(self, f"{prefix}after_forward"), site)
         handles = (
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(kind(module, before, site), prepend=True, with_kwargs=True),
+            module.register_forward_hook(kind(module, after, site), always_call=True),
         )
         if kind is InnerHook:
             InnerHook.renumber(handles[0], first=True)
@@ -173,22 +173,23 @@ class ParameterGatherer:
 
     def _install_inner(self, model: nn.Module) -> None:
         """Install hooks on modules inside of sites. See [Note: inner modules]."""
-        unit_of = {m.param: unit for group, unit in self.home.items() for m in group.members}
+        unit_with = {m.param: unit for group, unit in self.unit_of.items() for m in group.members}
         for name, module in model.named_modules():
-            held = dict.fromkeys(unit_of[p] for p in own_parameters(module) if p in unit_of)
+            held = dict.fromkeys(unit_with[p] for p in own_parameters(module) if p in unit_with)
             if module in self.sites:
                 groups = self.sites[module].groups
                 groups += [group for unit in held for group in unit.groups if group not in groups]
             elif held:
                 unit = UnitState([group for unit in held for group in unit.groups])
                 unit.reduces = []  # other modules may add to the same gradients, so the outer site reduces
-                self._install(Site(name, module, unit), InnerHook, "inner_")
+                site = Site(name, module, unit)
+                self._install(site, InnerHook, self.inner_before_forward, self.inner_after_forward)
 
     def add(self, module: nn.Module, group: ParameterGroup) -> None:
         """Gather these parameters also for `module` from now on."""
         if module not in self.sites:
             self.sites[module] = Site(type(module).__name__, module, UnitState([]))
-            self._install(self.sites[module], Hook)
+            self._install(self.sites[module], Hook, self.before_forward, self.after_forward)
         if group not in self.sites[module].groups:
             self.sites[module].groups.append(group)
 
@@ -212,7 +213,7 @@ class ParameterGatherer:
             return
         if self.reducer.backward.accelerator is not None:
             self.reducer.backward.check_not_capturing()
-        self.trail = crc32(group.name.encode(), self.trail)
+        self.order_checksum = crc32(group.name.encode(), self.order_checksum)
         group.parameters.begin_gather(self.lane, exactly)
         self.live += group.layout.total
         self.gathered.add(group)
@@ -230,8 +231,8 @@ class ParameterGatherer:
             group.parameters.users -= 1
             # The module may run on another stream than the one that owns the memory. That stream must wait
             # for it before the memory is reused.
-            if group.parameters.home is not None:
-                self.lane.order(self.lane.producer(), group.parameters.home)
+            if group.parameters.owner_stream is not None:
+                self.lane.order(self.lane.producer(), group.parameters.owner_stream)
         if keep:
             return
         # Only within a pass, because its end releases what is left.
@@ -289,7 +290,7 @@ class ParameterGatherer:
         if not self.param_store.can_fail:
             return
         # The largest group of ranks: an error concerns all that gather from the rank that had it.
-        group = max(self.home, key=lambda group: group.ranks.size)
+        group = max(self.unit_of, key=lambda group: group.ranks.size)
         with torch.inference_mode(False):  # the lane's thread writes it outside of inference mode
             flags = torch.zeros(group.ranks.size, dtype=torch.uint8, device=group.kind.device)
             group.ranks.slice_of(flags).fill_(bool(self.param_store.lost))
@@ -354,11 +355,11 @@ class ParameterGatherer:
         site.active.append(call)
         if not recomputed and trains:  # see [Note: backward done]
             for group in site.groups:
-                home = self.home.get(group)
-                if home is not None and home is not site.unit:
-                    home.is_used_unseen = True
+                unit = self.unit_of.get(group)
+                if unit is not None and unit is not site.unit:
+                    unit.has_unmarked_use = True
         elif not recomputed and self.order is self.training:
-            site.silent += 1
+            site.no_grad_calls += 1
             site.unit.open.add(site)
         # A recomputed call has the mark of the first one, except with re-entrant checkpointing, which runs
         # the first one under no_grad.
@@ -392,7 +393,7 @@ class ParameterGatherer:
         if nested and not inputs:
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
-            call.site.unit.is_used_unseen = True
+            call.site.unit.has_unmarked_use = True
             return None
         call.site.unit.open.add(call.site)
         call.site.backwards_due += 1
@@ -420,7 +421,8 @@ class ParameterGatherer:
             return self._leave(site.unit, call.used, keep=True)
         if site is self.root:
             self._end_forward()
-        # Backward needs the parameters soon, and other modules gather little until then.
+        # The rest of forward gathers `later` elements, and its backward the same again, until this module's
+        # backward needs the parameters.
         later = site.unit.later
         is_near = is_watched and later is not None and 2 * later < self.limits.max_reuse
         keep = is_near and self.live <= self.limits.max_live
@@ -468,8 +470,8 @@ class ParameterGatherer:
                 continue
             if identity_of(group.parameters.full.untyped_storage()) in storages:
                 self.root.groups.append(group)
-                if group in self.home:
-                    self.home[group].is_used_unseen = True
+                if group in self.unit_of:
+                    self.unit_of[group].has_unmarked_use = True
                 if self.root.active and (running := self.root.active[-1]) is not None:
                     group.parameters.users += 1  # until the root's forward is done
                     running.used = (*running.used, group)
@@ -513,10 +515,10 @@ class ParameterGatherer:
         self.calls.discard(call)
         needed, call.needed = call.needed, ()
         self._leave(unit, needed)
-        is_repeated_once = site.silent == 1 and not site.marked  # by re-entrant checkpointing
-        if site.backwards_due == 0 and (not site.silent or is_repeated_once):
+        is_recomputed_once = site.no_grad_calls == 1 and not site.marked  # by re-entrant checkpointing
+        if site.backwards_due == 0 and (not site.no_grad_calls or is_recomputed_once):
             unit.open.discard(site)
-            if not unit.open and not unit.is_used_unseen:  # see [Note: backward done]
+            if not unit.open and not unit.has_unmarked_use:  # see [Note: backward done]
                 for group in unit.reduces:
                     self.reducer.complete(group)
 
@@ -539,15 +541,15 @@ class ParameterGatherer:
         """
         for site in self.sites.values():
             if also_due or not site.backwards_due:
-                site.backwards_due = site.silent = site.marked = 0
+                site.backwards_due = site.no_grad_calls = site.marked = 0
                 site.unit.open.discard(site)
         for unit in (site.unit for site in self.sites.values()):
             if not unit.open:
-                unit.is_used_unseen = False
+                unit.has_unmarked_use = False
 
     def check_copy(self) -> None:
         """Raise RuntimeError if parameters are released, because a copy of the module would have NaN."""
-        released = [group for group in self.home if group.parameters.state is not GatherState.WHOLE]
+        released = [group for group in self.unit_of if group.parameters.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
                 f"the module cannot be copied or pickled while {released[0].name} is sharded. Do it inside "

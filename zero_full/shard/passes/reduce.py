@@ -27,7 +27,7 @@ from zero_full._compat import current_backward, post_accumulate_grad_hooks, with
 from zero_full.comm.lane import Lane, Pending
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
-from zero_full.shard.group.gradients import UNSCALED, Found, ShownGradients, Spares, names_of
+from zero_full.shard.group.gradients import UNSCALED, Found, GradientPlaceholders, Spares, names_of
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member
@@ -64,7 +64,7 @@ def _before_accumulation(
         alive.not_arrived = param  # until it arrives. A gradient of `torch.autograd.grad` never does
         if not running:
             alive.backward.when_autograd_ends(alive.warn_not_averaged)
-    if alive.gradients.shown:
+    if alive.placeholders.shown:
         alive.lift_placeholders()
 
 
@@ -86,14 +86,14 @@ class GradientState:
         groups: Sequence[TrainedGroup],
         scaler: StaticScale,
         backward: BackwardPass,
-        averages: Callable[[], bool] | None,
+        averages: Callable[[], bool],
     ) -> None:
-        """`averages`: returns whether the next step needs averaged gradients; None: always."""
+        """`averages`: returns whether the next step needs averaged gradients."""
         self.groups, self.scaler, self.backward, self.averages = groups, scaler, backward, averages
         self.scale_left: float | None = None  # loss scale left in the gradients by the last step
         self.unclipped = 1.0  # clipping factor that the last step applied while reading, not to the tensors
         self.passes = 0  # number of backward passes until the last step
-        self.are_own = False  # the last step used each rank's own gradients, not averages
+        self.are_local = False  # the last step used each rank's own gradients, not averages
         self.next_clip: float | None = None  # largest gradient norm of the next step; None: the settings'
 
     @property
@@ -117,7 +117,7 @@ class GradientState:
                 f"backward added gradients with loss scale {scale:g} to gradients of the last step with loss "
                 f"scale {self.scale_left:g}. Call zero_grad after every step"
             )
-        return scale, self.averages is None or self._decide_averaged()
+        return scale, self._decide_averaged()
 
     def factor(self, norm: float | None, clip: float) -> float:
         """Return the factor of a step's gradients: 1 / scale, times `clip` / norm if that is below 1."""
@@ -126,18 +126,18 @@ class GradientState:
 
     def _decide_averaged(self) -> bool:
         """Return whether the next step needs averaged gradients; raise if the last one left own ones."""
-        averaged = self.averages is None or self.averages()
-        if self.are_own and averaged:
+        averaged = self.averages()
+        if self.are_local and averaged:
             raise RuntimeError(
                 "the last step was a local step and left gradients that are not averaged, and the next step "
                 "needs averaged ones. Call zero_grad after every step"
             )
-        self.are_own = not averaged
+        self.are_local = not averaged
         return averaged
 
     def begin_pass(self) -> None:
         """Apply the last step's clipping to its gradients, because backward adds to clipped ones in torch."""
-        if self.are_own:
+        if self.are_local:
             self._decide_averaged()
         if self.unclipped != 1.0:
             self.multiply(self.unclipped)
@@ -165,7 +165,7 @@ class GradientState:
         """Reset the factors, because the gradients are discarded, and a norm chosen to clip new ones."""
         if self.next_clip is not None and self.are_new:
             self.next_clip = None
-        self.scale_left, self.unclipped, self.are_own = None, 1.0, False
+        self.scale_left, self.unclipped, self.are_local = None, 1.0, False
 
 
 class GradientReducer:
@@ -180,27 +180,28 @@ class GradientReducer:
         spares: Spares,
         backward: BackwardPass,
         *,
-        averages: Callable[[], bool] | None,
-        begins: Callable[[], None],
-        thaws: Callable[[Sequence[Member]], None],
-        wakes: Callable[[TrainedGroup], None],
+        averages: Callable[[], bool],
+        on_begin: Callable[[], None],
+        on_unfreeze: Callable[[Sequence[Member]], None],
+        on_wake: Callable[[TrainedGroup], None],
         hands_back: bool,
     ) -> None:
         """
-        averages    returns whether the next step needs averaged gradients; None: always
-        begins      called when a backward pass begins; may raise
-        thaws       called with parameters that were frozen until now; may raise
-        wakes       called with a group that was asleep until now
-        hands_back  put averaged gradients into `param.grad`, for an optimizer that user code steps
+        averages     returns whether the next step needs averaged gradients
+        on_begin     called when a backward pass begins; may raise
+        on_unfreeze  called with parameters that were frozen until now; may raise
+        on_wake      called with a group that was asleep until now
+        hands_back   put averaged gradients into `param.grad`, for an optimizer that user code steps
         """
         self.all_groups = list(groups)
         self.lane, self.spares, self.backward = lane, spares, backward
-        self.every_backward, self.by_module = settings.frees_gradients, settings.releases_parameters
+        self.shards_gradients, self.shards_parameters = settings.shards_gradients, settings.shards_parameters
         self.on_arrival = settings.copy_on_arrival
-        self.averages, self.begins, self.thaws, self.wakes = averages, begins, thaws, wakes
+        self.averages = averages
+        self.on_begin, self.on_unfreeze, self.on_wake = on_begin, on_unfreeze, on_wake
         self.hands_back = hands_back
         self.state = GradientState(self.all_groups, scaler, self.backward, averages)
-        self.gradients = ShownGradients(self._zero)
+        self.placeholders = GradientPlaceholders(self._zero)
         self.written = HandWritten()
         self.group_and_member: dict[Tensor, tuple[TrainedGroup, Member]] = {
             member.param: (group, member) for group in groups for member in group.members
@@ -275,14 +276,14 @@ class GradientReducer:
     def wake(self, group: TrainedGroup) -> None:
         """Train a group that was asleep from now on. Every rank must do so at the same place."""
         group.wake()
-        self.wakes(group)
+        self.on_wake(group)
         self._sort()
 
     def wake_unfrozen(self) -> None:
         """Wake groups with a parameter that user code has unfrozen, and watch that parameter."""
         sleeping = [m for group in self.sleepers if group.asleep for m in group.members]
         if thawed := [m for m in sleeping if m.param.requires_grad]:
-            self.thaws(thawed)
+            self.on_unfreeze(thawed)
         for group in self.sleepers:
             if group.asleep and any(m.param.requires_grad for m in group.members):
                 self.wake(group)
@@ -294,7 +295,7 @@ class GradientReducer:
 
     def begin_scaled(self, divided: bool, grad: Tensor) -> None:
         """Note that a pass has reached a scaled loss; start the pass if this is its first hook."""
-        if not self.backward.is_at_work():
+        if not self.backward.is_running_here():
             self.begin(divided, scaled=True)
         self.backward.divided, self.backward.scaled = divided, True
 
@@ -306,13 +307,13 @@ class GradientReducer:
         """
         if self.backward.accelerator is not None:
             self.backward.check_not_capturing()
-        self.begins()
-        if self.state.are_own or self.state.unclipped != 1:
+        self.on_begin()
+        if self.state.are_local or self.state.unclipped != 1:
             self.state.begin_pass()
         self.backward.begin(divided, scaled)
-        self.syncing = not self.no_sync and (self.every_backward or self.backward.is_boundary)
+        self.syncing = not self.no_sync and (self.shards_gradients or self.backward.is_boundary)
         self.wait_for_end = False
-        if self.gradients.shown:  # autograd must not accumulate into placeholders
+        if self.placeholders.shown:  # autograd must not accumulate into placeholders
             self.lift_placeholders()
         if self.unbuffered and self.state.next_clip is not None:
             # User code has cleared all gradients that the norm was chosen for. One of this pass may be there.
@@ -353,18 +354,18 @@ class GradientReducer:
 
     def lift_placeholders(self) -> None:
         """Remove placeholders from `param.grad`, because autograd adds new gradients to them."""
-        found = self.gradients.changes()
+        found = self.placeholders.changes()
         self.drop([*found.cleared, *(member for member, _ in found.written)])
         # Tensors that user code has written stay in `param.grad`, and autograd adds to them.
-        shown = list(self.gradients.shown)
-        self.gradients.lift()
+        shown = list(self.placeholders.shown)
+        self.placeholders.lift()
         if not self.backward.running:
             self.backward.when_autograd_ends(lambda: self._show_again(shown))
 
     def _show_again(self, members: Sequence[Member]) -> None:
         """Restore placeholders after `torch.autograd.grad`, which calls tensor hooks and sets no `grad`."""
         if not self.backward.running:
-            self.gradients.show(m for m in members if m.param.grad is None)
+            self.placeholders.show(m for m in members if m.param.grad is None)
 
     def warn_not_averaged(self) -> None:
         """Warn once, at the end of a pass, that gradients from `torch.autograd.grad` are not averaged."""
@@ -382,13 +383,13 @@ class GradientReducer:
             self.begin(by_gradient=True)
         divisor = backward.divisor
         if divisor is None:
-            divisor = backward.bring()
+            divisor = backward.note_gradient()
         self.used.add(member)
         if group.gradients.uses_param_grad:
             return
         if divisor != 1 and param.grad is not None:
             param.grad.div_(divisor)
-        if not self.by_module and current_backward() != backward.number:  # a recomputed part
+        if not self.shards_parameters and current_backward() != backward.graph_task:  # a recomputed part
             self.wait_for_end = True
         here, before = self.lane.producer(), self.producers[group]
         if before and here is not None:  # another stream may have written to the buffer
@@ -396,12 +397,12 @@ class GradientReducer:
         before.append(here)
         if group in self.launched:  # late: the queued job uses the group's buffers until it is done
             self._drain(0)
-        elif self.every_backward and self.pending and not self.lane.stops_host:
+        elif self.shards_gradients and self.pending and not self.lane.stops_host:
             self._drain(IN_FLIGHT - 1)  # free an older buffer before this group opens its own
         if self.on_arrival or not self.syncing:
             group.gradients.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[group].discard(member)
-        if self.syncing and not self.wait_for_end and not self.by_module:
+        if self.syncing and not self.wait_for_end and not self.shards_parameters:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
@@ -434,7 +435,7 @@ class GradientReducer:
         for tensor in (gradients.local_grads, gradients.grad_slice):
             if tensor is not None:
                 read.append(tensor)
-        averages = self.averages is None or self.averages()
+        averages = self.averages()
         job = partial(gradients.reduce, detached, self._wire(group), self.backward.is_boundary, averages)
         self.pending.append(self.lane.submit(job, read, self.producers.get(group, [])))
 
@@ -444,7 +445,7 @@ class GradientReducer:
         It depends only on settings, passes and `no_sync`, so that it is equal on every rank.
         """
         gradients = group.gradients
-        adds_up = self.skipped_sync or (not self.every_backward and self.backward.accumulation.adds_up())
+        adds_up = self.skipped_sync or (not self.shards_gradients and self.backward.accumulation.adds_up())
         exact = gradients.accumulate if adds_up else group.parameters.dtype
         return gradients.settings.dtypes.reduce or exact
 
@@ -464,20 +465,22 @@ class GradientReducer:
             self.warn_not_averaged()
         if self.woken:
             self._take_unnoticed()
-        if backward.gated and backward.divisor is None and not backward.scaled:
+        if backward.scaled_at_outputs and backward.divisor is None and not backward.scaled:
             raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
         if self.hands_back and self.syncing and backward.is_boundary:
             self._hand_back()
             return
-        self.gradients.show(self.used - self.left_in_grad)
+        self.placeholders.show(self.used - self.left_in_grad)
 
     def _hand_back(self) -> None:
         """Put averaged gradients into `param.grad`, for an optimizer that user code steps."""
         self.reduce_late()
         for member in self.used - self.left_in_grad:
-            self.gradients.hand_out(member, self.group_and_member[member.param][0].gradients.averaged(member))
+            self.placeholders.hand_out(
+                member, self.group_and_member[member.param][0].gradients.averaged(member)
+            )
 
     def _take_unnoticed(self) -> None:
         """Take gradients of groups that woke up in this pass, which may have arrived before their hooks."""
@@ -499,12 +502,12 @@ class GradientReducer:
         """
         if self.backward.running:
             self.backward.end()
-        is_alone = not (self.had_pass or self.sent_zeros)
-        if self.unreduced or is_alone:
+        had_none = not (self.had_pass or self.sent_zeros)
+        if self.unreduced or had_none:
             self._reduce_rest()
-        self.sent_zeros = self.sent_zeros or is_alone
+        self.sent_zeros = self.sent_zeros or had_none
         for group in self.replicated:
-            group.gradients.share_slice()  # no effect if a pass at the accumulation boundary did it
+            group.gradients.average_over_replicas()  # no effect if a pass at the accumulation boundary did it
 
     def _reduce_rest(self) -> None:
         """Reduce all groups that are not reduced yet, also those without gradients on this rank."""
@@ -527,7 +530,7 @@ class GradientReducer:
                 late.append(group)
         return late
 
-    def settle(self) -> None:
+    def reduce_late_between_passes(self) -> None:
         """Reduce late gradients, if all others are reduced. Every rank must call this."""
         if not self.unreduced and not self.backward.running:
             self.reduce_late()
@@ -540,12 +543,12 @@ class GradientReducer:
         is reduced when the pass ends (`reduced_last`).
         """
         late = set(self.late)
-        pairs = dict.fromkeys((group.ranks, group.across) for group in self.groups)
-        for ranks, across in pairs:
-            theirs = [group for group in self.groups if (group.ranks, group.across) == (ranks, across)]
+        pairs = dict.fromkeys((group.ranks, group.replicas) for group in self.groups)
+        for ranks, replicas in pairs:
+            theirs = [group for group in self.groups if (group.ranks, group.replicas) == (ranks, replicas)]
             flags = torch.tensor([float(group in late) for group in theirs], device=ranks.device)
             # By the sum all ranks know which groups to reduce, whichever rank has the late gradients.
-            for communicator in (ranks, across):
+            for communicator in (ranks, replicas):
                 communicator.sum_numbers(flags, "gradients that came late")
             for group in (group for group, flag in zip(theirs, flags.tolist(), strict=True) if flag):
                 self.reduced_last.add(group)
@@ -562,11 +565,11 @@ class GradientReducer:
         """
         if self.sleepers or self.woken or self.unbuffered:
             self._catch_up()
-        found = self.gradients.changes()
+        found = self.placeholders.changes()
         for group in self.sleepers:
             if group.asleep:
                 check_trained(m for m in group.members if m.param.grad is not None)
-        known, shown = dict(found.written), self.gradients.shown
+        known, shown = dict(found.written), self.placeholders.shown
         with without_overrides():
             for group in self.groups:
                 for member in group.members:
@@ -621,7 +624,7 @@ class GradientReducer:
         group.gradients.put(member, gradient)
         self.used.add(member)
         self.began = True
-        self.gradients.show([member])
+        self.placeholders.show([member])
 
     @torch.no_grad()
     def give(self, member: Member, gradient: Tensor) -> None:
@@ -673,7 +676,7 @@ class GradientReducer:
         self.backward.failed = self.unreduced = self.began = self.had_pass = self.sent_zeros = False
         self.launched.clear()
         self.used.clear()
-        self.gradients.shown.clear()
+        self.placeholders.shown.clear()
         if self.written.whole or self.written.slices:
             self.written.forget_gradients()
         self.state.forget()

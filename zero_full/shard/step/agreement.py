@@ -15,12 +15,13 @@ One vector is summed over the ranks (all-reduce) and read once by the host. It h
                and only if n times the sum of squares equals the square of the sum (Cauchy-Schwarz)
     slices     the same for values that user code wrote to slices, which only replicas of a slice must have
                equal. The hashes are summed over the `shard` group, then squared, then summed over replicas
-    spoilt     placeholders of released parameters that are not NaN any more. Python raises at such a write;
+    overwritten
+               placeholders of released parameters that are not NaN any more. Python raises at such a write;
                this catches writes to the memory itself and by compiled code
     flags      for each parameter, the ranks that have a gradient of it. As in torch, a parameter without a
                gradient on any rank is not updated: no weight decay, no momentum
 
-Squares are summed over the `shard` group only, because replicas (`across`) own the same averaged slices.
+Squares are summed over the `shard` group only, because replicas own the same averaged slices.
 Gradients that are not averaged differ between replicas: their squares are summed over all ranks, and the norm
 is the root of the mean over the ranks.
 
@@ -49,13 +50,14 @@ from zero_full.shard.group.parameters import Member, placeholder_scalar
 from zero_full.shard.group.process_groups import Groups, Pair
 
 SQUARES = 3  # numbers about slices, at the front of the vector; the others are about ranks
-REPEATED, STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 6, 7, 9, 11, 12  # offsets
+# Offsets in the vector.
+REPEATED, STOPS, ALARMS, LATE, CHANGED, MARKS, SLICES, OVERWRITTEN, FLAGS = 2, 3, 4, 5, 6, 7, 9, 11, 12
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 SLICE_BITS = 16  # fewer, because the sum of these hashes over the `shard` group is squared
 NOTHING = "nothing"
 WRITTEN, ERROR = "parameters written in place", "error"  # keys of `Actions`
 PLAIN = {bool, int, float, str, type(None)}  # types of options whose `repr` is equal on every rank
-SPOILT_BY = (
+OVERWRITTEN_BY = (
     "on some rank a parameter was written while it was sharded, through its untyped_storage() or by compiled "
     "code, so the new values are lost. Write inside zero_full.GatheredParameters(parameters, modifier_rank=0)"
 )
@@ -106,7 +108,7 @@ class Agreement:
             experts = [group for group in trained if group.kind.expert]
             self.sides.append(_Side(groups.expert, experts))
         self.parts: PartsAgreement | None = None
-        if any(each.size > 1 for each in groups.across_parts):
+        if any(each.size > 1 for each in groups.model_parallel):
             self.parts = PartsAgreement(groups)
         if groups.tensor is not None and groups.tensor.size > 1:
             for side in self.sides:
@@ -123,7 +125,7 @@ class Agreement:
         groups, sides = self.groups, self.sides
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
         counts = needs_norm and not mine.failed
-        squared, poison, _, stops, alarms, late, changed, *rest = self._add_up(mine, counts, exactly=False)
+        squared, nonfinite, _, stops, alarms, late, changed, *rest = self._add_up(mine, counts, exactly=False)
         if self.parts is not None and self.parts.differ:
             self._raise_together(self.parts, rest, mine)
         used: set[Member] = set()
@@ -131,12 +133,12 @@ class Agreement:
             used |= side.read(rest[: side.length], mine)
             rest = rest[side.length :]
         # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
-        if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
-            squared, poison, *_ = self._add_up(mine, counts, exactly=True)
+        if needs_norm and not isfinite(squared) and not nonfinite and leaves_overflow(sides[0].sum_device):
+            squared, nonfinite, *_ = self._add_up(mine, counts, exactly=True)
         if not needs_norm:
             return Agreed(None, used, stops > 0, alarms > 0, late > 0, changed > 0)
         ranks = 1 if mine.averaged else groups.data_ranks
-        norm = float("nan") if poison else float(squared / ranks) ** 0.5
+        norm = float("nan") if nonfinite else float(squared / ranks) ** 0.5
         return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
     def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], mine: Contribution) -> None:
@@ -189,17 +191,17 @@ class _Side:
 
     def __init__(self, pair: Pair, groups: Sequence[TrainedGroup]) -> None:
         self.pair, self.groups = pair, groups
-        self.has_peers = pair.shard.size > 1 or pair.across.size > 1
+        self.has_peers = pair.shard.size > 1 or pair.replicas.size > 1
         self.members = [member for group in groups for member in group.members]
         self.length = FLAGS - MARKS + len(self.members)
         self.repeated: Sequence[TrainedGroup] = ()  # of parameters that all `tensor` ranks have whole
         released = [group for group in groups if group.parameters.released_at_rest]
         kinds = {(g.parameters.dtype, g.kind.device) for g in released if g.kind.device.type != "meta"}
-        self.absent = [placeholder_scalar(*kind) for kind in kinds]
+        self.placeholders = [placeholder_scalar(*kind) for kind in kinds]
         device = pair.shard.device
         if device.type == "meta":  # a dry run on the meta device needs real numbers here
             device = torch.device("cpu")
-        self.device, self.home = device, device if has_fp64(device) else torch.device("cpu")
+        self.device, self.sum_device = device, device if has_fp64(device) else torch.device("cpu")
 
     def add_up(self, mine: Contribution, counts: bool, exactly: bool) -> Tensor:
         """Return this side's vector, summed over its ranks. `counts`: include this rank's gradients."""
@@ -211,13 +213,13 @@ class _Side:
             if slices := mine.by_hand.of_slices(self.members):
                 mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
         mark = _mark_of(actions, MARK_BITS)
-        gradients, outside_norm, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
-        numbers = [squares, poison, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
+        gradients, outside_norm, squares, nonfinite = self._gradients() if counts else ([], [], 0.0, 0.0)
+        numbers = [squares, nonfinite, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
         numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
         numbers.extend(map(float, map(mine.used.__contains__, self.members)))
-        vector = numbers_on(self.home, numbers)
-        for value in self.absent:
-            vector[SPOILT] += ~value.isnan()
+        vector = numbers_on(self.sum_device, numbers)
+        for value in self.placeholders:
+            vector[OVERWRITTEN] += ~value.isnan()
         if mine.changed:
             vector[CHANGED].add_(torch.stack([*mine.changed]).sum())
         if counts:  # device values are added on the device: only `tolist` waits for it
@@ -228,11 +230,11 @@ class _Side:
             vector[REPEATED] += squares_of(self.repeated, self.device)
         what = "norm and parameters in use"
         pair.shard.sum_numbers(vector, what)
-        if pair.across.size > 1:
+        if pair.replicas.size > 1:
             if pair.shard.size > 1:
                 vector[SLICES + 1] = vector[SLICES].square()
             # Replicas own the same averaged gradients: leave their squares out of the sum.
-            pair.across.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
+            pair.replicas.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
         return vector
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor], float, float]:
@@ -240,34 +242,34 @@ class _Side:
 
         The sums are over slices in host memory: squares in the norm, non-finite slices outside of it.
         """
-        gradients, outside_norm, squares, poison = list[Tensor](), list[Tensor](), 0.0, 0.0
+        gradients, outside_norm, squares, nonfinite = list[Tensor](), list[Tensor](), 0.0, 0.0
         for group in self.groups:
             mine = group.gradients
-            if not mine.is_down:
+            if not mine.is_on_host:
                 (gradients if group.kind.in_norm else outside_norm).extend(mine.averaged_gradients())
-            elif mine.down is not None and mine.slice_is_valid:
-                squared = mine.down.squared()
+            elif mine.host_slice is not None and mine.slice_is_valid:
+                squared = mine.host_slice.squared()
                 if group.kind.in_norm:
                     squares += squared
                 else:
-                    poison += not isfinite(squared)
-        return gradients, outside_norm, squares, poison
+                    nonfinite += not isfinite(squared)
+        return gradients, outside_norm, squares, nonfinite
 
     def diverges(self, vector: Tensor) -> Tensor:
         """Return on the device whether `read` raises, or compares parameters, on the ranks of this pair."""
-        ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
-        marks, squared, slices, squared_slices, spoilt = vector[MARKS:FLAGS]
-        differs: Tensor = (ranks * squared != marks.square()) | (spoilt > 0)
+        ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
+        marks, squared, slices, squared_slices, overwritten = vector[MARKS:FLAGS]
+        differs: Tensor = (ranks * squared != marks.square()) | (overwritten > 0)
         return differs if copies == 1 else differs | (copies * squared_slices != slices.square())
 
     def read(self, numbers: Sequence[float], mine: Contribution) -> set[Member]:
         """Return the parameters with a gradient on any rank. Raise if ranks are about to diverge."""
-        marks, squared, slices, squared_slices, spoilt = numbers[:5]
-        if spoilt:
-            for absent in self.absent:  # repair the shared placeholder, so that it reads as NaN again
-                absent.fill_(float("nan"))
-            raise RuntimeError(SPOILT_BY)
-        ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
+        marks, squared, slices, squared_slices, overwritten = numbers[:5]
+        if overwritten:
+            for placeholder in self.placeholders:  # repair them, so that they read as NaN again
+                placeholder.fill_(float("nan"))
+            raise RuntimeError(OVERWRITTEN_BY)
+        ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
         # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
         if ranks * int(squared) != int(marks) ** 2:
             self._compare_actions([*mine.actions, *mine.by_hand.of_all(self.members)])
@@ -350,7 +352,7 @@ class PartsAgreement:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.ranks = prod(each.size for each in groups.across_parts)
+        self.ranks = prod(each.size for each in groups.model_parallel)
         self.has_stages = groups.pipe is not None and groups.pipe.size > 1
         self.actions: dict[str, Any] = {}
         self.repeated = torch.zeros(())  # squared norm of this rank's gradients that all `tensor` ranks have
@@ -394,7 +396,7 @@ class PartsAgreement:
     def problems(self) -> list[str]:
         """Describe the differences between parts, on the ranks concerned. Every rank must call this."""
         known, found = {this_rank(): (self.actions, float(self.repeated))}, list[str]()
-        for group in self.groups.across_parts:
+        for group in self.groups.model_parallel:
             gathered = group.gather_objects(known, "what ranks would do")
             known = dict(sorted(item for some in gathered for item in some.items()))
             norms = {rank: f"{squares**0.5:.4g}" for rank, (_, squares) in known.items()}
@@ -415,10 +417,10 @@ def squares_of(groups: Sequence[TrainedGroup], device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's averaged gradients of these groups."""
     on_device, on_host = list[Tensor](), 0.0
     for mine in (group.gradients for group in groups):
-        if not mine.is_down:
+        if not mine.is_on_host:
             on_device += [each for each in mine.averaged_gradients() if each.layout is torch.strided]
-        elif mine.down is not None and mine.slice_is_valid:
-            on_host += mine.down.squared()
+        elif mine.host_slice is not None and mine.slice_is_valid:
+            on_host += mine.host_slice.squared()
     return squared_norm(on_device, device) + on_host
 
 

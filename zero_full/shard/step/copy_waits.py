@@ -6,6 +6,7 @@ Only runs whose optimizer state is offloaded have such copies.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from zero_full.comm.topology import this_rank
 from zero_full.errors import CopyError
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.process_groups import Groups
@@ -20,19 +21,19 @@ def await_gradients(trained: Iterable[TrainedGroup]) -> Exception | None:
             gradients.averaged_slice()
         except CopyError as error:
             failure = failure or error
-        if gradients.down is not None:
-            gradients.down.copy_threads.wait_for_copies()
+        if gradients.host_slice is not None:
+            gradients.host_slice.copy_threads.wait_for_copies()
     return failure
 
 
-def collect(group: TrainedGroup) -> None:
+def all_gather_after_copy(group: TrainedGroup) -> None:
     """All-gather a group's parameters once this rank's slice is on the device.
 
     If the copy of the slice failed, the other ranks get stale values, and `await_parameters` raises on all.
     """
     with suppress(CopyError):  # raising here would leave the other ranks waiting in the all-gather
-        group.master.settle()
-    group.parameters.collect()
+        group.master.wait_for_copy()
+    group.parameters.all_gather()
 
 
 def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
@@ -40,9 +41,9 @@ def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
     failures: list[Exception] = []
     for group in trained:
         try:
-            group.master.settle()
+            group.master.wait_for_copy()
         except CopyError as error:
             failures.append(error)
-    mine = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
+    mine = [f"rank {this_rank()}: {failures[0]}"] if failures else []
     if messages := gather_messages(groups, mine, "parameters that were sent"):
         raise CopyError("; ".join(messages)) from (failures[0] if failures else None)

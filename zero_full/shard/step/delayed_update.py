@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.lane import Pending, ThreadLane
+from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.group.checksum import column_sums
@@ -69,7 +70,7 @@ class DelayedUpdates:
         self.gradient_copies: dict[TrainedGroup, Tensor] = {}  # copies of the gradients of the current update
         self.broken = ""  # the message of the failure after which no update can be made
         # Called before the state is read. Weak, so that a deepcopy of the state does not copy the run.
-        state.settled = partial(_wait, weakref.ref(self))
+        state.wait_for_update = partial(_wait, weakref.ref(self))
 
     def check(self, stepper: Stepper) -> None:
         """Raise ValueError if this stepper cannot run in the background."""
@@ -141,7 +142,7 @@ class DelayedUpdates:
     def _mark(self, group: TrainedGroup) -> Tensor | None:
         """Return the column sums of a slice of the parameters, which show later writes by user code."""
         if group.master.copy_threads is not None:
-            return group.master.published
+            return group.master.synced_sums
         return None if group.parameters.released_at_rest else column_sums(group.parameters.shard)
 
     # Completing ----------------------------------------------------------------------------------
@@ -157,8 +158,7 @@ class DelayedUpdates:
         try:
             update.pending.wait()
         except Exception as error:
-            rank = self.groups.dense.shard.rank
-            return f"the delayed update has failed on rank {rank}: {error!r}. {CANNOT_CONTINUE}"
+            return f"the delayed update has failed on rank {this_rank()}: {error!r}. {CANNOT_CONTINUE}"
         return ""
 
     def written(self, update: Update, names: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ from zero_full.shard.step.agreement import (
     raise_on_all_ranks,
 )
 from zero_full.shard.step.background_work import BackgroundWork, raise_failure
-from zero_full.shard.step.copy_waits import await_gradients, await_parameters, collect
+from zero_full.shard.step.copy_waits import all_gather_after_copy, await_gradients, await_parameters
 from zero_full.shard.step.delayed_update import LACKS_LAST_UPDATE, DelayedUpdates, Update
 from zero_full.shard.step.peers import PartPeers
 from zero_full.shard.step.report import NonFinite, StepReport
@@ -82,9 +82,10 @@ from zero_full.shard.step.update import Steppers
 from zero_full.shard.step.wrapped_optimizer import (
     AFTER,
     BEFORE,
-    Base,
+    NO_OPTIMIZER,
     NoOptimizer,
     OptimizerProxy,
+    RedirectedOptimizer,
     raise_on_gradients,
     run_hooks,
     zero_in_place,
@@ -137,7 +138,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.trained, self.settings, self.scaler = parts.trained, settings, scaler
         self.accumulation = accumulation
         self.own_state = cut_state(base, parts.trained, settings.dtypes)
-        self.redirected = Base(base, self)
+        self.redirected = RedirectedOptimizer(base, self)
         device = groups.dense.shard.device
         self.lane = lane_for(device, settings.overlap)
         self.offload: Offload | None = None
@@ -163,7 +164,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.calls = 0  # calls of `step`, which the ranks compare
         self.loads = 0  # how often all values were loaded
         self.warned_without_gradients = False
-        self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
+        self.background: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
         register(self, (m.param for group in parts.groups for m in group.members))
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
@@ -181,13 +182,12 @@ class ZeroOptimizer(OptimizerProxy):
             scaler,
             parts.spares,
             BackwardPass(accumulation, scaler, device),
-            averages=None if self.steppers.own is None else self.steppers.averages,
-            begins=self._before_backward,
-            thaws=partial(check_thawed, self.contents.stepper),
-            wakes=self._wake,
+            averages=self.steppers.averages,
+            on_begin=self._before_backward,
+            on_unfreeze=partial(check_thawed, self.contents.stepper),
+            on_wake=self._wake,
             hands_back=isinstance(base, NoOptimizer),
         )
-        self.gradients = self.reducer.state
         self._note_awake()
         self.delayed: DelayedUpdates | None = None
         if settings.tier.delay_after is not None and device.type != "meta":
@@ -199,10 +199,9 @@ class ZeroOptimizer(OptimizerProxy):
         # The gatherer has its own lane: a prefetch must not wait behind a gradient reduction.
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
-            beside = lane_for(device, settings.overlap)
-            limits = settings.gathering
+            lane = lane_for(device, settings.overlap)
             self.gatherer = ParameterGatherer(
-                model, parts.sites, beside, limits, self.reducer, parts.param_store
+                model, parts.sites, lane, settings.gathering, self.reducer, parts.param_store
             )
 
     def _members(self) -> list[Member]:
@@ -298,7 +297,7 @@ class ZeroOptimizer(OptimizerProxy):
             failure = failure or await_gradients(self.awake)
         for member, gradient in () if failure else found.written:
             reducer.put(member, gradient)
-        scale, averaged = self.gradients.begin_step()
+        scale, averaged = self.reducer.state.begin_step()
         return Collected(scale, averaged, changed, failure)
 
     def _find_changes(self, changed: list[Tensor], call: str) -> tuple[Found, Exception | None]:
@@ -309,7 +308,7 @@ class ZeroOptimizer(OptimizerProxy):
         if self.closed or self.states_offloaded:
             raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
         if isinstance(self.base, NoOptimizer):
-            self.redirected.own_step()  # raises, with a remedy
+            raise RuntimeError(NO_OPTIMIZER)
         try:
             backward = self.reducer.backward
             if backward.failed or backward.running:
@@ -346,7 +345,7 @@ class ZeroOptimizer(OptimizerProxy):
         clip = self._clip
         so_far: list[tuple[str, Any]] = [
             (f"call of {call}", self.calls),
-            ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
+            ("order of gathers", self.gatherer.order_checksum if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
             ("gradient clipping", clip),
             ("a backward pass before the step", reducer.had_pass),
@@ -358,21 +357,19 @@ class ZeroOptimizer(OptimizerProxy):
         written = "" if differ else self.writes.digest()
         actions = actions_of(self.base.param_groups, so_far, written, failure)
         alarm = self.offload is not None and bool(self.offload.error)
-        alarm = alarm or (self.beside is not None and self.beside.has_failed())
-        stops, by_hand = self.signals.came is not None, reducer.written
-        late, changed = len(reducer.late), collected.changed
-        needs_norm = clip > 0 or call != STEP
+        alarm = alarm or (self.background is not None and self.background.has_failed())
+        by_hand = reducer.written
         mine = Contribution(
-            reducer.used,
-            actions,
-            stops,
-            alarm,
-            collected.averaged,
-            needs_norm,
-            by_hand,
-            late,
-            changed,
-            failure is not None,
+            used=reducer.used,
+            actions=actions,
+            stops=self.signals.came is not None,
+            alarm=alarm,
+            averaged=collected.averaged,
+            needs_norm=clip > 0 or call != STEP,
+            by_hand=by_hand,
+            late=len(reducer.late),
+            changed=collected.changed,
+            failed=failure is not None,
         )
         if written and self.groups.tensor is not None:
             mine = replace(mine, repeated_writes=self.writes.repeated_digest())
@@ -389,7 +386,7 @@ class ZeroOptimizer(OptimizerProxy):
         if by_hand.whole or by_hand.slices:
             by_hand.forget()
         if agreed.alarm:
-            raise_failure(self.offload.error if self.offload is not None else "", self.beside)
+            raise_failure(self.offload.error if self.offload is not None else "", self.background)
         if agreed.changed:
             self._adopt_changed()
         return agreed
@@ -402,18 +399,17 @@ class ZeroOptimizer(OptimizerProxy):
         try:
             adopt_changed(masters)
         except Exception as error:
-            rank = self.groups.dense.shard.rank
-            problem = f"rank {rank} could not copy to the host what was written to parameters: {error}"
+            problem = f"rank {this_rank()} could not copy to the host what was written to parameters: {error}"
         raise_on_all_ranks(self.groups, problem)
 
     def _decide(self, agreed: Agreed) -> Decision:
         """Decide to apply or skip the step, from values that are equal on all ranks."""
-        if self.settings.refuse_unused:
+        if self.settings.require_all_used:
             check_all_used(self.groups, self.awake, self.reducer.used)
-        norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
+        norm = None if agreed.norm is None else agreed.norm / self.reducer.state.scale
         finite = norm is None or isfinite(norm)
-        checks_overflow = self.settings.check_overflow or self.gradients.next_clip is not None
-        applies = finite or (not self.gradients.are_own and not checks_overflow)
+        checks_overflow = self.settings.check_overflow or self.reducer.state.next_clip is not None
+        applies = finite or (not self.reducer.state.are_local and not checks_overflow)
         if not finite:
             loss, everyone = self.accumulation.loss, self.groups.everyone
             self.report.log_report(self.trained, loss, everyone, applies, self.scaler)
@@ -425,16 +421,16 @@ class ZeroOptimizer(OptimizerProxy):
         The step is skipped if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
         """
-        factor = self.gradients.factor(decision.norm, decision.clip)
+        factor = self.reducer.state.factor(decision.norm, decision.clip)
         used = decision.used
-        if self.gradients.are_own:
+        if self.reducer.state.are_local:
             used = self.steppers.concerned(self.trained, used)
         stepped = [group for group in self.awake if not used.isdisjoint(group.members)]
         stepper = self.steppers.choose(stepped)
         if self.delayed is not None and self.delayed.is_due(stepper):
             self.unfinished.change()
             self.delayed.begin(stepper, stepped, used, factor)
-            self.gradients.note_step(factor, multiplied=not stepper.fuses)
+            self.reducer.state.note_step(factor, multiplied=not stepper.fuses)
             setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
@@ -450,7 +446,7 @@ class ZeroOptimizer(OptimizerProxy):
         # Raise on every rank before the all-gather spreads slices of a failed read.
         if self.offload is not None and self.offload.can_fail:
             raise_on_all_ranks(self.groups, self.offload.lost)
-        self.gradients.note_step(factor, multiplied=not stepper.fuses)
+        self.reducer.state.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, OPT_CALLED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
         # parameters that it has saved have changed in place.
@@ -462,7 +458,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def _begin_to_change(self, factor: float) -> None:
         self.unfinished.change()
-        self.gradients.multiply(factor)
+        self.reducer.state.multiply(factor)
 
     def publish(self, trained: Sequence[TrainedGroup]) -> None:
         """All-gather parameters that are kept whole from the ranks' slices. Every rank must call this.
@@ -488,16 +484,16 @@ class ZeroOptimizer(OptimizerProxy):
         """All-gather the parameters of these groups. Runs on the lane, as one job."""
         for group in groups:
             if self.parts.copy_threads is None:
-                group.parameters.collect()
+                group.parameters.all_gather()
             else:
-                collect(group)
+                all_gather_after_copy(group)
 
     def _count(self, decision: Decision, scale: float) -> None:
         """Record a step that was applied or skipped, and update a dynamic loss scale."""
         self.unfinished.change()  # a skipped step also changes the loss scale and counters
         self.last = StepReport(decision.applies, decision.norm, scale, decision.clip)
-        self.gradients.next_clip = None
-        self.gradients.end_step()
+        self.reducer.state.next_clip = None
+        self.reducer.state.end_step()
         if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
             self.report.update_scale(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
@@ -514,7 +510,7 @@ class ZeroOptimizer(OptimizerProxy):
     @property
     def _clip(self) -> float:
         """The largest gradient norm of the next step; 0: no clipping."""
-        chosen = self.gradients.next_clip
+        chosen = self.reducer.state.next_clip
         return self.settings.clip if chosen is None else chosen
 
     def clip_next_step(self, max_norm: float) -> None:
@@ -526,8 +522,10 @@ class ZeroOptimizer(OptimizerProxy):
         """
         if not 0 <= max_norm < inf:
             raise ValueError(f"max_norm must be a finite norm, or 0 for no clipping, not {max_norm!r}")
-        before = self.gradients.next_clip
-        self.gradients.next_clip = min(before, float(max_norm)) if before and max_norm else float(max_norm)
+        before = self.reducer.state.next_clip
+        self.reducer.state.next_clip = (
+            min(before, float(max_norm)) if before and max_norm else float(max_norm)
+        )
 
     def grad_norm(self) -> float:
         """Average the gradients now, and return their norm without the loss scale, before clipping.
@@ -540,7 +538,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.finish_update()
         collected = self._collect("grad_norm")
         norm = None if collected is None else self._agree(collected, "grad_norm").norm
-        return 0.0 if norm is None else norm / self.gradients.scale
+        return 0.0 if norm is None else norm / self.reducer.state.scale
 
     def check_model_unchanged(self) -> None:
         """Raise if user code changed the model in a way that a step would ignore."""
@@ -639,7 +637,7 @@ class ZeroOptimizer(OptimizerProxy):
     def check_between_steps(self, call: str) -> None:
         """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
         self.unfinished.check_values(call)
-        if self.reducer.began and self.gradients.are_new:
+        if self.reducer.began and self.reducer.state.are_new:
             raise RuntimeError(
                 f"{call} between the backward passes of a step: their gradients would be lost. Save after "
                 "step, or discard the gradients with zero_grad first"
@@ -691,23 +689,23 @@ class ZeroOptimizer(OptimizerProxy):
     # Every rank together -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def on_every_rank(self, call: str, across_parts: bool = True) -> None:
+    def on_every_rank(self, call: str, model_parallel: bool = True) -> None:
         """Wait until user code has made this call on every rank; see `comm/user_calls.py`.
 
         It must run before the call's first collective.
 
-        across_parts  False: only ranks that have the same parameters make this call
+        model_parallel  False: only ranks that have the same parameters make this call
         """
         groups = self.groups
-        for calls in groups.user_calls + groups.calls_across_parts * across_parts:
-            calls(call, self._settle)
+        for calls in groups.user_calls + groups.model_parallel_calls * model_parallel:
+            calls(call, self._drain_lanes)
 
     def announce_call(self, call: str) -> None:
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
-        for calls in self.groups.user_calls + self.groups.calls_across_parts:
+        for calls in self.groups.user_calls + self.groups.model_parallel_calls:
             calls.announce(call)
 
-    def _settle(self) -> None:
+    def _drain_lanes(self) -> None:
         """Wait until no collective of this rank is queued."""
         for lane in (self.lane, self.gatherer.lane if self.gatherer is not None else self.lane):
             lane.submit(lambda: None, [], []).wait()
@@ -790,8 +788,8 @@ class ZeroOptimizer(OptimizerProxy):
         with ExitStack() as leaving:  # callbacks run in reverse order, each even if another one raises
             leaving.callback(setattr, self, "closed", True)
             leaving.callback(self._leave_model, gather)
-            if self.beside is not None:
-                leaving.callback(self.beside.close)
+            if self.background is not None:
+                leaving.callback(self.background.close)
             if self.delayed is not None:
                 self._end_update(self.delayed)
 
@@ -804,7 +802,7 @@ class ZeroOptimizer(OptimizerProxy):
             return
         backward = self.reducer.backward
         failed, raising = backward.failed or backward.running, sys.exc_info()[0] is not None
-        in_a_step = failed or (self.reducer.began and self.gradients.are_new)
+        in_a_step = failed or (self.reducer.began and self.reducer.state.are_new)
         if not failed and not (raising and in_a_step):
             try:
                 return self.finish_update()
@@ -877,11 +875,11 @@ class ZeroOptimizer(OptimizerProxy):
         `groups`: the groups to list parameters of; None: all.
         """
         copy_threads, stepper = self.parts.copy_threads, self.contents.stepper
-        beside = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
+        others = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
         away = [*self.settings.tier.held()]
         if self.delayed is not None:
             away += self.delayed.gradient_copies.values()
         if copy_threads is not None:
             away += copy_threads.held()
         listed = self.parts.groups if groups is None else groups
-        return holdings([*listed], self.trained, self.base.state, beside, away)
+        return holdings([*listed], self.trained, self.base.state, others, away)

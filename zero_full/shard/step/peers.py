@@ -97,7 +97,7 @@ class PartPeers(Peers):
     @property
     def alike(self) -> Communicator:
         """The ranks that are replicas of the same state."""
-        (ranks,) = {group.across for group in self.part}
+        (ranks,) = {group.replicas for group in self.part}
         return ranks
 
     @property

@@ -18,14 +18,19 @@ from zero_full.settings import Settings
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
-from zero_full.shard.step.wrapped_optimizer import Base
+from zero_full.shard.step.wrapped_optimizer import RedirectedOptimizer
 
 
 class Steppers:
     """The steppers of one optimizer, and the loop over the parts of a step."""
 
     def __init__(
-        self, base: Base, dtypes: Dtypes, lane: Lane, tier: Tier, trained: Sequence[TrainedGroup]
+        self,
+        base: RedirectedOptimizer,
+        dtypes: Dtypes,
+        lane: Lane,
+        tier: Tier,
+        trained: Sequence[TrainedGroup],
     ) -> None:
         self.optimizer: Optimizer = base.optimizer
         self.own = own_stepper(self.optimizer, base.own_step)

@@ -18,12 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full.shard.group.master import StateByParameter
 
+NO_OPTIMIZER = (
+    'there is no optimizer: pass one to initialize, or add "optimizer" to the config. At stage 0 you can '
+    "also step an optimizer of your own over the model's parameters"
+)
 BEFORE, AFTER = 0, 1  # index into a pair of hook lists
 # Methods of the wrapped optimizer that call the proxy's. Groups, state and defaults are shared objects.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
-class Base:
+class RedirectedOptimizer:
     """The user's optimizer. Calls of its methods go to its owner, which can still call its own `step`."""
 
     def __init__(self, optimizer: Optimizer, owner: Optimizer) -> None:
@@ -79,10 +83,7 @@ class NoOptimizer(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise RuntimeError: this engine has no optimizer."""
-        raise RuntimeError(
-            'there is no optimizer: pass one to initialize, or add "optimizer" to the config. At stage 0 you '
-            "can also step an optimizer of your own over the model's parameters"
-        )
+        raise RuntimeError(NO_OPTIMIZER)
 
 
 def raise_on_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[RemovableHandle]:
@@ -143,8 +144,8 @@ class OptimizerProxy(Optimizer):
         """Restore our state object after user code assigned another one; clear it if that was empty."""
         if self.base.state is not self.own_state:
             given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
-            if self.own_state.settled is not None:
-                self.own_state.settled()
+            if self.own_state.wait_for_update is not None:
+                self.own_state.wait_for_update()
             if given:
                 raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
             self.own_state.clear()
