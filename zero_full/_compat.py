@@ -157,10 +157,12 @@ def accept_any_loss(stage: Any) -> None:
         stage._validate_fwd_outputs = lambda outputs: None
 
 
-def discard_forward(stage: Any, micro_batch: int) -> None:
-    """Discard what a stage of torch's pipelining has kept of a micro-batch's forward pass, if anything."""
-    if hasattr(stage, "_forward_chunk_states"):  # torch 2.15 renamed it
+def discard_micro_batch(stage: Any, micro_batch: int) -> None:
+    """Discard what a stage of torch's pipelining keeps for a micro-batch's backward, which will not run."""
+    if hasattr(stage, "_forward_chunk_states"):  # torch 2.15
         stage._forward_chunk_states.pop(micro_batch, None)
+        for info in stage.grad_recv_info.get(micro_batch, ()):
+            info.buffer = None  # the next batch allocates it, and raises if nothing has taken it
     else:
         stage.fwd_cache.pop(micro_batch, None)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -47,6 +48,8 @@ def planned(case: Case, data_ranks: int) -> Plan:
 
 # Bytes -----------------------------------------------------------------------------------------------
 
+# torch 2.15 allocates a buffer when a message is due. Before, all stay for the next batch.
+KEEPS_RECEIVED = find_spec("torch.distributed.pipelining._recv_buffers") is None
 STATE = ("parameters", "buffers", "gradients", "master", "moments", "communication", "received")
 BESIDE = ("host", "disk", "read", "written", "sent", "saved")
 
@@ -165,10 +168,15 @@ def check_plan(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
         here = [rank for rank in ranks if rank["place"] == each.pipeline.place]
         for kind in (*STATE, *BESIDE):
             most = max(rank[kind] for rank in here)
-            assert getattr(each, kind) == most, (case, each.pipeline.place, kind)
+            planned_bytes = getattr(each, kind) if kind != "received" or KEEPS_RECEIVED else 0
+            assert planned_bytes == most, (case, each.pipeline.place, kind)
         for rank in here:
             assert rank["order"] == orders[each.pipeline.place], case
-        assert each.activations == pytest.approx(max(rank["activations"] for rank in here), rel=0.01), case
+        activations = max(rank["activations"] for rank in here)
+        if KEEPS_RECEIVED:
+            assert each.activations == pytest.approx(activations, rel=0.01), case
+        else:  # what is received is among what a batch holds, as long as it is needed
+            assert abs(each.activations - activations) < each.received, case
     assert made.peak == max(each.peak for each in made.places)
     assert made.numel == sum(p.numel() for p in nn.ModuleList([Embed()]).parameters()) + BLOCKS * (64 + 8) + (
         0 if case.tied else 88

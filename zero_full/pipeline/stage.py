@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zero_full._compat import accept_any_loss, discard_forward
+from zero_full._compat import accept_any_loss, discard_micro_batch
 from zero_full.config import Config
 from zero_full.nested import mapped
 from zero_full.pipeline.handover import Handover, joined
@@ -181,7 +181,7 @@ class Stage(PipelineStage):
             self.dw_runner[bwd_chunk_id] = _nothing  # the part for weights
         self._pass(partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs), bwd_chunk_id)
         if self.chunk.batch.failure is not None:
-            discard_forward(self, bwd_chunk_id)
+            discard_micro_batch(self, bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * (1 if self.chunk.takes is None else 0)
             self.dw_runner[bwd_chunk_id] = _nothing
         if self.chunk.takes is not None:  # the stage before expects a gradient of each tensor

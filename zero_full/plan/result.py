@@ -106,7 +106,9 @@ class Plan:
     # Activations, gradients and gathered parameters at the worst moment of a pass. None: unknown.
     passes: int | None = None
     # Of a pipeline only.
-    received: int = 0  # buffers to receive from other stages, for all micro-batches; kept between steps
+    # Buffers to receive from other stages, for all micro-batches. torch keeps them between steps until 2.14,
+    # and from 2.15 on allocates each when it is due, so there this is an upper bound.
+    received: int = 0
     pipeline: PipelinePart | None = None
     places: tuple["Plan", ...] = ()  # of all ranks of the pipeline
     step_time: StepTime | None = None  # forecast; None: without a machine file, or `not_forecast` says why
