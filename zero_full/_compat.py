@@ -120,6 +120,9 @@ def set_local_tensor(dtensor: Any, local: Tensor, like: Any = None) -> None:
 
 without_overrides = torch._C.DisableTorchFunctionSubclass  # a context: released parameters are plain tensors
 without_functions = torch._C.DisableTorchFunction  # the same, and without any TorchFunctionMode
+# Which of the two this thread is inside of, and a way back that needs no `with`.
+overrides_state = torch._C._get_torch_function_state  # type: ignore[attr-defined]
+set_overrides_state = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 
 
 def arguments_of(operation: Any) -> list[Any]:

@@ -294,7 +294,7 @@ def test_real_interrupts_at_any_time_are_never_half_a_step() -> None:
         assert same(now, masters) == (engine.global_steps == before)
         masters = now
         halves.add(engine.optimizer.unfinished.phase)
-        assert torch.is_grad_enabled()
+        assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert interrupted > 50 and halves == {"", "collecting"}, "the first phase and the second were hit"
     signal.signal(signal.SIGALRM, before_alarms)

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from zero_full._compat import overrides_state, set_overrides_state
+
 COLLECTING, CHANGING, COUNTED = "collecting", "changing", "counted"
 BEFORE = "before it changed any parameter, so its gradients may be incomplete"
 WHILE = "while it changed parameters, optimizer state, counters and schedule, so they may be of two steps"
@@ -43,6 +45,7 @@ class UnfinishedStep:
         self.is_lost = False  # other ranks may be at different collectives
         self.inside = False  # a step is running
         self.grad_mode = True  # of the caller of the step
+        self.overrides = overrides_state()  # the caller's, too
         self.handler: Any = None  # the user's SIGINT handler while ours delays the signal
         self.came: FrameType | None = None  # the frame that a delayed SIGINT has interrupted
 
@@ -54,7 +57,7 @@ class UnfinishedStep:
         self.check("step")
         outer = self.inside
         if not outer:
-            self.grad_mode = torch.is_grad_enabled()
+            self.grad_mode, self.overrides = torch.is_grad_enabled(), overrides_state()
         try:
             self.inside = True
             try:
@@ -81,6 +84,7 @@ class UnfinishedStep:
         self.inside = outer
         if not outer:
             torch.set_grad_enabled(self.grad_mode)
+            set_overrides_state(self.overrides)  # an interrupt may have come before a `with` had begun
             if self.handler is not None:
                 self._deliver()
 
