@@ -176,7 +176,8 @@ def check_plan(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
         if KEEPS_RECEIVED:
             assert each.activations == pytest.approx(activations, rel=0.01), case
         else:  # what is received is among what a batch holds, as long as it is needed
-            assert abs(each.activations - activations) < each.received, case
+            more = each.received + 0.01 * each.activations
+            assert abs(each.activations - activations) <= more, case
     assert made.peak == max(each.peak for each in made.places)
     assert made.numel == sum(p.numel() for p in nn.ModuleList([Embed()]).parameters()) + BLOCKS * (64 + 8) + (
         0 if case.tied else 88
