@@ -81,9 +81,10 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 class Pool:
-    """Up to four ranks as processes."""
+    """Up to `size` ranks as processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
         self.store: Any = None
         self.workers: list[tuple[Any, Connection]] = []
         self.jobs = itertools.count()
@@ -94,7 +95,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.imported"])
-        for _ in range(SIZE):
+        for _ in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
             process.start()

@@ -3,13 +3,13 @@
     python -m tests.bench.wire --worlds 2 4 --links loopback "1 Gbit" "10 Gbit"
 
 Ranks reach each other over the loopback, or through cables of a given rate (`link.py`). zero_full has its
-defaults, except that shared memory is off. A round visits every row, and a visit warms up and then times
-steps; medians. Beside each step stand the bytes that one rank sent or received, whichever is more, as the
-kernel counted them (headers included), the time that these bytes alone take at the rate of one stream, and
-that time plus forward and backward. A step below this sum hides messages behind forward and backward. Over
-the loopback the cores of the model also copy the messages, so the rate of a stream, which has a core at each
-end, is more than they get. The last line is JSON. See `peers.py` for how to install DeepSpeed; what is
-missing is left out.
+defaults, except that shared memory is off, and that stage 3 keeps nothing whole. A round visits every row,
+and a visit warms up and then times steps; medians. Beside each step stand the bytes that one rank sent or
+received, whichever is more, as the kernel counted them (headers included), the time that these bytes alone
+take at the rate of one stream, and that time plus forward and backward. A step below this sum hides messages
+behind forward and backward. Over the loopback the cores of the model also copy the messages, so the rate of a
+stream, which has a core at each end, is more than they get. The last line is JSON. See `peers.py` for how to
+install DeepSpeed; what is missing is left out.
 """
 
 import argparse
@@ -54,12 +54,12 @@ class Case:
     rate: int | None  # bits a second; None: no limit
     size: str
     sequences: int  # of 64 tokens each
-    bucket: int  # elements, where a row lets us choose
+    bucket: int  # elements of DeepSpeed's buckets; zero_full derives its own
 
 
 CASES = {
     LOOPBACK: Case(None, "10M", 1, 2_500_000),
-    "1 Gbit": Case(link.RATES["1 Gbit"], "3M", 4, 800_000),
+    "1 Gbit": Case(link.RATES["1 Gbit"], "3M", 6, 800_000),
     "10 Gbit": Case(10_000_000_000, "10M", 1, 2_500_000),
 }
 
@@ -169,7 +169,7 @@ def measure(plan: Plan, world: int, limit: float) -> Found:
     if plan.case.rate is not None:
         ranks = link.run(rank_main, world, plan, rate=plan.case.rate, limit=limit)
     else:
-        pool = Pool()
+        pool = Pool(world)
         try:
             ranks = pool.run(in_pool, world, plan, limit=limit, collective=min(limit, 120))
         finally:
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--size", choices=limited_steps.SIZES, help="instead of each link's own")
     parser.add_argument("--sequences", type=int, help="of 64 tokens, with --size")
-    parser.add_argument("--bucket", type=int, help="elements, with --size")
+    parser.add_argument("--bucket", type=int, help="elements of DeepSpeed's, with --size")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit", type=float, default=290, help="seconds for one number of ranks and link")

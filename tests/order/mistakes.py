@@ -170,7 +170,7 @@ def publish_before_copy(self: ZeroOptimizer) -> None:
         each.wait()
 
 
-def send_on_two_lanes(self: ZeroOptimizer, groups: Any) -> None:
+def send_on_two_lanes(self: ZeroOptimizer, groups: Any, early: Any = None) -> None:
     """The next forward's gathers begin already, and the same buffers are sent after the step."""
     assert self.gatherer is not None
     for group in groups:
@@ -180,7 +180,7 @@ def send_on_two_lanes(self: ZeroOptimizer, groups: Any) -> None:
         self.lane.submit(group.parameters.all_gather, [], [self.lane.producer()]).wait()
 
 
-def send_for_each_module(self: ZeroOptimizer, groups: Any) -> None:
+def send_for_each_module(self: ZeroOptimizer, groups: Any, early: Any = None) -> None:
     """New parameters are waited for by the modules that hold them, and by nobody else who reads them."""
     pending = {g: self.lane.submit(g.parameters.all_gather, [], [self.lane.producer()]) for g in groups}
     for group, each in pending.items():
@@ -298,7 +298,7 @@ def return_early(self: SimEvent) -> None:
 SYNCHRONIZE = SimEvent.synchronize
 
 
-def settle_unfinished(self: Master) -> None:
+def wait_for_no_copy(self: Master) -> None:
     """New parameters are used while they are on their way up."""
     if self.sending is not None:
         self.sending, self.on_device = None, fingerprint(self.parameters.shard)
@@ -378,7 +378,7 @@ MISTAKES = {
         instead(SimEvent, "synchronize", return_early), Case(2, keys=BF16, zero=HOST)
     ),
     "parameters are used before they are up": Mistake(
-        instead(Master, "settle", settle_unfinished), Case(2, keys=BF16, zero=HOST)
+        instead(Master, "wait_for_copy", wait_for_no_copy), Case(2, keys=BF16, zero=HOST)
     ),
     "gradients are read before they are down": Mistake(
         instead(HostGradientSlice, "arrived", lambda self: self.memory), Case(2, keys=TWO, zero=HOST)

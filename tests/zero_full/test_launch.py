@@ -3,6 +3,7 @@
 import inspect
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,9 @@ from tests.worlds import POOL, free_port, run_each
 from zero_full import Topology, assemble
 from zero_full.comm import devices
 from zero_full.comm.lane import InlineLane, ThreadLane
+from zero_full.config import resolve
+from zero_full.config.resolve import MESSAGE_BUCKET
+from zero_full.config.rules import MICRO
 from zero_full.errors import LaunchError, SharedDeviceError
 from zero_full.start import launch
 from zero_full.start import startup_checks as ranks
@@ -395,25 +399,47 @@ def test_a_rank_that_raises_ends_though_its_groups_do_not(tmp_path: Path) -> Non
     assert run.returncode == 1 and "RuntimeError: the reason" in run.stderr
 
 
-def overlapped(comm: Any, hosts: int, keys: dict[str, Any]) -> bool:
-    """What `initialize` derives for `overlap_comm`, if torchrun has started ranks on so many hosts."""
+def overlapped(comm: Any, hosts: int, keys: dict[str, Any]) -> tuple[bool, int]:
+    """What `initialize` derives for `overlap_comm` and buckets, if torchrun has started so many hosts."""
     sizes = {"WORLD_SIZE": str(comm.world_size), "LOCAL_WORLD_SIZE": str(comm.world_size // hosts)}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **keys}
     config["optimizer"] = {"type": "AdamW", "params": {}}
     with mock.patch.dict(os.environ, sizes):
         engine = zero_full.initialize(model=nn.Linear(2, 2), config=config, dist_init_required=False)[0]
-    found = engine.config.zero_optimization.overlap_comm
-    assert type(engine.optimizer.lane) is (ThreadLane if found else InlineLane)
+    zero = engine.config.zero_optimization
+    assert type(engine.optimizer.lane) is (ThreadLane if zero.overlap_comm else InlineLane)
+    assert engine.optimizer.settings.bucket_numel == zero.reduce_bucket_size
     engine.destroy()
-    return bool(found)
+    return bool(zero.overlap_comm), zero.reduce_bucket_size
 
 
 def test_ranks_that_send_messages_overlap_them_by_default() -> None:
-    sections: list[dict[str, Any]] = [{"stage": 1}, {"stage": 3}, {"stage": 1, "overlap_comm": False}]
-    cases = [
-        (hosts, {"zero_optimization": section, "shared_memory": shared})
-        for section in sections
-        for hosts, shared in ((1, True), (2, True), (1, False))
+    whole, small = 500_000_000, MESSAGE_BUCKET
+    alone, two_hosts, messages = (1, True), (2, True), (1, False)
+    table: list[tuple[dict[str, Any], tuple[int, bool], tuple[bool, int]]] = [
+        ({"stage": 1}, alone, (False, whole)),
+        ({"stage": 1}, two_hosts, (True, small)),
+        ({"stage": 1}, messages, (True, small)),
+        ({"stage": 3}, alone, (True, whole)),
+        ({"stage": 3}, messages, (True, small)),
+        ({"stage": 1, "overlap_comm": False}, messages, (False, whole)),
+        ({"stage": 1, "reduce_bucket_size": 70}, two_hosts, (True, 70)),
+        ({"stage": 2, "reduce_bucket_size": 500_000_000}, messages, (True, whole)),
     ]
-    want = [False, True, True, True, True, True, False, False, False]
-    assert [found[0] for found in run_each(overlapped, 2, cases)] == want
+    cases = [
+        (hosts, {"zero_optimization": zero, "shared_memory": shared}) for zero, (hosts, shared), _ in table
+    ]
+    assert [found[0] for found in run_each(overlapped, 2, cases)] == [want for *_, want in table]
+
+
+def test_derived_values_are_shown_as_derived() -> None:
+    sizes = {MICRO: 1, "gradient_clipping": 0.0}
+    for given, sends in (({"shared_memory": False}, False), ({}, True)):
+        origins = resolve({**sizes, **given}, 2, sends).origins
+        assert origins["zero_optimization.reduce_bucket_size"] == "derived"
+    shown = resolve({**sizes, "shared_memory": False}, 2).table()
+    assert re.search(rf"reduce_bucket_size +{MESSAGE_BUCKET} +derived", shown)
+    own = {**sizes, "shared_memory": False, "zero_optimization": {"reduce_bucket_size": 500_000_000}}
+    for given in (own, sizes):
+        origin = resolve(given, 2).origins["zero_optimization.reduce_bucket_size"]
+        assert origin == ("user" if given is own else "default")

@@ -119,6 +119,27 @@ class Communicator:
             sent = (self.size - 1) * (whole.nbytes // self.size)
             self._call("all_gather", what, whole, sent, transport.all_gather, whole)
 
+    @property
+    def sends_messages(self) -> bool:
+        """Whether ranks send each other messages from this process. Equal on all ranks."""
+        return isinstance(self.transport, Exchange)
+
+    @property
+    def can_post(self) -> bool:
+        """Whether `post_all_gather` works now. Ranks may differ in it: the messages are the same."""
+        return self.sends_messages and self.call_check is None and self.traffic.listener is None
+
+    def post_all_gather(self, whole: Tensor, what: str) -> "Posted":
+        """Begin to fill in the slices of the other ranks. `whole` must not change until it is waited for.
+
+        Several may be under way; later collectives of this communicator come behind them. Needs `can_post`.
+        """
+        transport, posted = self.transport, Posted(self, what)
+        assert isinstance(transport, Exchange)
+        sent = (self.size - 1) * (whole.nbytes // self.size)
+        self._call("all_gather", what, whole, sent, posted.post, transport, whole)
+        return posted
+
     def all_reduce(self, whole: Tensor, divisor: float, what: str) -> None:
         """Sum `whole` over all ranks in place, divided. Its size must be a multiple of the group's."""
         if (transport := self.transport) is None:
@@ -231,7 +252,7 @@ class Communicator:
         except DesyncError:  # names the calls of all ranks already
             raise
         except RuntimeError as error:
-            raise self._failure(kind, what, error) from error
+            raise self.failure(kind, what, error) from error
         self.calls += 1
         if sent:
             self.traffic.sent[kind + self.suffix] += sent
@@ -250,7 +271,7 @@ class Communicator:
         else:
             listener.collective(call, make)
 
-    def _failure(self, kind: str, what: str, error: RuntimeError) -> CommunicationError:
+    def failure(self, kind: str, what: str, error: RuntimeError) -> CommunicationError:
         """Return the error of a failed collective: its name, and why other ranks have ended."""
         reason = str(error).partition("\n")[0] or type(error).__name__
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
@@ -270,6 +291,25 @@ class Communicator:
         return CommunicationError(
             f"rank {self.ranks[self.rank]}: {kind} of {what} on {self.size} ranks failed: {reason}\n{because}"
         )
+
+
+class Posted:
+    """An all-gather whose messages are on their way."""
+
+    def __init__(self, by: Communicator, what: str) -> None:
+        self.by, self.what, self.works = by, what, list[dist.Work]()
+
+    def post(self, transport: Exchange, whole: Tensor) -> None:
+        """Begin to send and to receive."""
+        self.works = transport.begin_all_gather(whole)
+
+    def wait(self) -> None:
+        """Wait until all slices have arrived, and this rank's has left."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.by.failure("all_gather", self.what, error) from error
 
 
 def _borrowed(whole: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ makes the current stream wait instead. "Overlap" in this package means a lane ot
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -44,6 +44,9 @@ class Lane(Protocol):
     def order(self, earlier: Any, later: Any) -> None:
         """Make one producer's future work wait for the work that another has queued so far."""
 
+    def drain(self) -> None:
+        """Wait until no job is queued on the host. The jobs' errors are raised where they are waited for."""
+
     def close(self) -> None:
         """Free threads and memory of the lane. No job may be submitted afterwards."""
 
@@ -64,6 +67,9 @@ class _HostLane:
 
     def order(self, earlier: Any, later: Any) -> None:
         """Do nothing: work is in order already."""
+
+    def drain(self) -> None:
+        """Do nothing: jobs are run by the caller."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -148,6 +154,7 @@ class ThreadLane(_HostLane):
     def __init__(self, name: str = "zero_full-collectives") -> None:
         self.worker = start_threads(1, name)
         self.owner_pid = os.getpid()
+        self.last: Future[None] | None = None  # the job that was submitted last
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job for the thread."""
@@ -156,12 +163,14 @@ class ThreadLane(_HostLane):
                 "an engine of the parent is used in a forked process, which has none of its threads. Use it "
                 "in the parent, or start processes by spawn and initialize there."
             )
-        return _ThreadJob(self.worker.submit(job))
+        self.last = self.worker.submit(job)
+        return _ThreadJob(self.last)
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises none of their errors."""
-        if os.getpid() == self.owner_pid:
-            self.worker.submit(lambda: None).result()
+        if self.last is not None and os.getpid() == self.owner_pid:
+            wait([self.last])
+        self.last = None  # a job keeps its tensors
 
     def close(self) -> None:
         """End the thread after its queued jobs. A forked child does not wait: it has no such thread."""
@@ -209,6 +218,9 @@ class StreamLane:
     def order(self, earlier: Any, later: Any) -> None:
         """Make the later stream wait for the earlier one."""
         _wait(later, earlier)
+
+    def drain(self) -> None:
+        """Do nothing: no job waits on the host."""
 
     def close(self) -> None:
         """Do nothing."""

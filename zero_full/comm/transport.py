@@ -14,6 +14,7 @@ collective: ranks in shared memory compare it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -155,6 +156,9 @@ class Exchange(BackendTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.address = {rank: dist.get_global_rank(group, rank) for rank in self.others}
+        # Memory for two received pieces of a reduce-scatter, at most 2 * ROOM elements. It is kept: new pages
+        # in each call would cost as much as the sums.
+        self.room = torch.empty(0, dtype=torch.uint8)
 
     def _post(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> list[dist.Work]:
         """Begin to send to and to receive from all other ranks."""
@@ -170,15 +174,14 @@ class Exchange(BackendTransport):
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Exchange slices, and sum them in rank order. The next piece is on the wire while one is summed."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        piece = min(MESSAGE, max(1, ROOM // len(self.others)))
+        piece = min(MESSAGE, max(1, ROOM // len(self.others)), max(1, out.numel()))
         begun: list[tuple[list[Tensor], Tensor, list[dist.Work]]] = []  # the one or two pieces on the wire
-        room: list[dict[int, Tensor]] = []  # memory for two pieces, used in turns
+        room = self._room(piece, whole)
         for low in range(0, out.numel(), piece):
             parts = [each[low : low + piece] for each in slices]
-            if len(room) < 2:
-                room.append({rank: torch.empty_like(parts[self.rank]) for rank in self.others})
             numel, sent = parts[self.rank].numel(), {rank: parts[rank] for rank in self.others}
-            received = {rank: memory[:numel] for rank, memory in room[low // piece % 2].items()}
+            memory = room[low // piece % 2]  # two pieces use it in turns
+            received = {rank: memory[place, :numel] for place, rank in enumerate(self.others)}
             works = self._post(sent, received)
             received[self.rank] = parts[self.rank]
             begun.append(([received[rank] for rank in range(self.size)], out[low : low + piece], works))
@@ -187,13 +190,26 @@ class Exchange(BackendTransport):
         for last in begun:
             _add_up_received(*last, divisor)
 
+    def _room(self, piece: int, like: Tensor) -> Tensor:
+        """Return memory for two pieces of this many elements from each other rank."""
+        shape = 2, len(self.others), piece
+        needed = prod(shape) * like.element_size()
+        if self.room.numel() < needed:
+            self.room = torch.empty(needed, dtype=torch.uint8)
+        return self.room[:needed].view(like.dtype).view(shape)
+
+    def begin_all_gather(self, whole: Tensor) -> list[dist.Work]:
+        """Begin to send this rank's slice to all others and to receive theirs in place."""
+        mine = own_slice(whole, self.rank, self.size)
+        if not mine.numel():
+            return []
+        theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
+        return self._post(dict.fromkeys(self.others, mine), theirs)
+
     def all_gather(self, whole: Tensor) -> None:
         """Send this rank's slice to all others, and receive theirs in place."""
-        mine = own_slice(whole, self.rank, self.size)
-        if mine.numel():
-            theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
-            for work in self._post(dict.fromkeys(self.others, mine), theirs):
-                work.wait()
+        for work in self.begin_all_gather(whole):
+            work.wait()
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """Run a reduce-scatter, then an all-gather."""

@@ -32,6 +32,9 @@ from zero_full.errors import ConfigError
 BATCH = (TRAIN, MICRO, STEPS)
 ZERO, OFFLOAD = "zero_optimization", "offload_optimizer"
 OLD_OFFLOAD, OLD_PIN = "cpu_offload", "cpu_offload_use_pin_memory"
+# Elements of a gradient bucket where CPU ranks send messages. With DeepSpeed's default of 5e8 most models are
+# one bucket, which leaves when backward ends, so that nothing overlaps.
+MESSAGE_BUCKET = 2**20
 
 
 @dataclass(frozen=True)
@@ -250,10 +253,14 @@ def _filled(config: Config, batch: Mapping[str, int], sends_messages: bool) -> t
     """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
+    sends_messages = sends_messages or not config.shared_memory
+    found: dict[str, Any] = {}
     if zero.overlap_comm is None:
-        derived.add("zero_optimization.overlap_comm")
-        overlaps = overlaps_by_default(zero.stage, sends_messages or not config.shared_memory)
-        zero = zero.model_copy(update={"overlap_comm": overlaps})
+        found["overlap_comm"] = overlaps_by_default(zero.stage, sends_messages)
+    if sends_messages and found.get("overlap_comm") and "reduce_bucket_size" not in zero.model_fields_set:
+        found["reduce_bucket_size"] = MESSAGE_BUCKET
+    derived |= {f"{ZERO}.{name}" for name in found}
+    zero = zero.model_copy(update=found)
     return config.model_copy(update={**batch, "zero_optimization": zero}), derived
 
 

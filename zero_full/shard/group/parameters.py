@@ -143,6 +143,7 @@ class FlatParameters:
         self.ranks, self.replicas = pair.shard, pair.replicas
         self.gather_slices, self.node = pair.gather, pair.node
         self.gather_exactly = pair.gather_exactly  # if `gather_slices` quantizes
+        self.gather_ranks = pair.gather_ranks
         self.dtype = kind.run_dtype
         self.layout = layout_of([m.shape.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
@@ -315,6 +316,29 @@ class FlatParameters:
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
         (exact or self.gather_slices)(full, f"parameters {self.name}")
 
+    @property
+    def posts_messages(self) -> bool:
+        """Whether an all-gather can be messages without a thread. Equal on all ranks."""
+        return (
+            self.gather_ranks is not None and self.gather_ranks.sends_messages and not self.slice.is_offloaded
+        )
+
+    @torch.no_grad()
+    def post(self, lane: Lane | None = None) -> Pending | None:
+        """Begin the all-gather by posting its messages, and return it; None if `all_gather` must be used.
+
+        Several can be on the wire at a time. `lane`: has jobs of the same communicator, which come first;
+        None: this is one of them.
+        """
+        if self.gather_ranks is None or not self.posts_messages or not self.gather_ranks.can_post:
+            return None
+        if lane is not None:
+            lane.drain()  # only their order tells messages apart
+        if self.released_at_rest:
+            self.slice.copy_to(self.ranks.slice_of(self.full))
+        full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
+        return self.gather_ranks.post_all_gather(full, f"parameters {self.name}")
+
     def keep_node_copy(self) -> None:
         """Copy this rank's part of the node copy out of the buffer, before forward releases it."""
         if self.node is not None and self.state is GatherState.WHOLE and self.node_copy is None:
@@ -338,9 +362,11 @@ class FlatParameters:
         if self.slice.is_offloaded and not used:
             self.slice.start_read()
         try:
-            self.pending = lane.submit(
-                partial(self.all_gather, self.owner_stream, exactly), used, [self.owner_stream]
-            )
+            self.pending = self.post(lane)
+            if self.pending is None:
+                self.pending = lane.submit(
+                    partial(self.all_gather, self.owner_stream, exactly), used, [self.owner_stream]
+                )
         except BaseException:
             self.full.untyped_storage().resize_(0)
             raise

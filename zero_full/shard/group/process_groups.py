@@ -31,6 +31,7 @@ class Pair:
     reduce: Reduce
     node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
     gather_exactly: Gather | None = None  # without quantization; None: `gather` is exact
+    gather_ranks: Communicator | None = None  # `gather` is its all-gather; None: another kind of gather
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
@@ -120,16 +121,18 @@ class Connection:
             shard, replicas = None, shard
         cut, copies = self.open(shard), self.open(replicas)
         if not settings.shards_parameters or shard is None or cut.size == 1:
-            return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
+            return Pair(cut, copies, cut.all_gather, cut.reduce_scatter, gather_ranks=cut)
         # With overlap, all-gathers of parameters run at the same time as reduce-scatters of gradients. They
         # need a group of their own, because the order of the two lanes differs from rank to rank.
         own_group = replace(self, own_groups=True, given=()) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
-        gather: Gather = (own_group.open(shard) if settings.overlap else cut).all_gather
+        gathers = own_group.open(shard) if settings.overlap else cut
+        gather: Gather = gathers.all_gather
+        gather_ranks: Communicator | None = gathers
         nodes = node = gather_exactly = None
         if gathering.node_ranks > 1 or gathering.quantized_weights:
             nodes = self.nodes(gathering.node_ranks, shard)
-            node = nodes.inner if gathering.node_ranks > 1 else None
+            node, gather_ranks = nodes.inner if gathering.node_ranks > 1 else None, None
         if nodes is not None and gathering.quantized_weights:
             gather_exactly = gather
             gather = QuantizedGather(nodes).or_exactly(gather)
@@ -137,7 +140,7 @@ class Connection:
             if nodes is None or settings.overlap:
                 nodes = self.nodes(gathering.node_ranks, shard)
             reduce = TwoHopReduce(nodes).reduce_scatter
-        return Pair(cut, copies, gather, reduce, node, gather_exactly)
+        return Pair(cut, copies, gather, reduce, node, gather_exactly, gather_ranks)
 
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
         """Split the group into nodes of `node_ranks` neighbours, and open groups within and between nodes."""

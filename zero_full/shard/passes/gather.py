@@ -50,6 +50,7 @@ READ_FAILED_ELSEWHERE = (
     "another rank cannot read its offloaded parameters from their file. Its message says why"
 )
 DEPTH = 4  # levels of nested objects that are searched for output tensors: distributions, caches, ...
+AHEAD = 2**20  # elements to prefetch where all-gathers are messages of CPU ranks
 Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `ParameterGatherer.me`
 
 
@@ -150,6 +151,8 @@ class ParameterGatherer:
         self.unit_of = {group: site.unit for site in sites for group in site.groups}
         ranks = min((group.ranks.size for group in self.unit_of), default=1)
         self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
+        # All-gathers are messages that need no thread. Equal on all ranks.
+        self.posts_messages = any(group.parameters.posts_messages for group in self.unit_of)
         self.root = self.sites.setdefault(model, Site("", model, UnitState([])))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
@@ -311,10 +314,13 @@ class ParameterGatherer:
     def _prefetch(self, order: Order) -> None:
         """Prefetch the next units until enough elements are on the way: at least one unit of any size.
 
-        On a CPU only one unit: the worker thread is busy all the time anyway. Each further one would need
-        memory of its own, and new pages cost more time than the gather.
+        Where a thread of the CPU gathers, only one unit: it is busy all the time anyway. Each further unit
+        would need memory of its own, and new pages cost more time than the gather. Messages need no thread,
+        but time to arrive, so several units are on the wire at a time.
         """
-        enough = min(self.limits.prefetch_numel, self.reach, 1 if self.lane.stops_host else sys.maxsize)
+        enough = min(self.limits.prefetch_numel, self.reach)
+        if self.lane.stops_host:
+            enough = min(enough, AHEAD if self.posts_messages else 1)
         while order.ahead < enough and order.begun < len(order.known):
             following = order.known[order.begun]
             if following.numel > self.limits.max_live - self.live:

@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks, step_hooks
-from zero_full.comm.lane import lane_for
+from zero_full.comm.lane import Pending, lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, DesyncError, NotFiniteError
 from zero_full.offload import DeviceTier, Offload, ParamStore
@@ -78,7 +78,7 @@ from zero_full.shard.step.delayed_update import LACKS_LAST_UPDATE, DelayedUpdate
 from zero_full.shard.step.peers import PartPeers
 from zero_full.shard.step.report import NonFinite, StepReport
 from zero_full.shard.step.stop_signals import SIGNALS, StopSignals
-from zero_full.shard.step.update import Steppers
+from zero_full.shard.step.update import EarlyGathers, Steppers
 from zero_full.shard.step.wrapped_optimizer import (
     AFTER,
     BEFORE,
@@ -157,6 +157,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.closed = self.states_offloaded = False
         self.offloaded = OffloadedStorages()
         self.has_peers = any(each.size > 1 for each in groups.communicators)
+        # A part's all-gather begins while the next part is stepped.
+        self.posts_messages = self.offload is None and any(flat.posts_messages for flat in parts.flats)
         self.unfinished = UnfinishedStep(self.has_peers)
         self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
@@ -272,12 +274,13 @@ class ZeroOptimizer(OptimizerProxy):
                 self.zero_grad()
             return self._warn_without_gradients()
         decision = self._decide(agreed)
+        early = EarlyGathers()
         if decision.applies:
             with self.named_range("update"):
-                decision = self._update(decision)
+                decision = self._update(decision, early)
         if decision.publishes:
             with self.named_range("publish"):
-                self.publish(self.awake)
+                self.publish(self.awake, early)
         self._count(decision, collected.scale)
 
     def _collect(self, call: str = STEP) -> Collected | None:
@@ -415,8 +418,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.report.log_report(self.trained, loss, everyone, applies, self.scaler)
         return Decision(applies, finite, norm, agreed.used, self._clip)
 
-    def _update(self, decision: Decision) -> Decision:
-        """Step this rank's slices. Returns the updated decision.
+    def _update(self, decision: Decision, early: EarlyGathers) -> Decision:
+        """Step this rank's slices. Returns the updated decision. `early` gets the all-gathers that begin.
 
         The step is skipped if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
@@ -434,12 +437,15 @@ class ZeroOptimizer(OptimizerProxy):
             setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
-        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads)
+        # Equal on all ranks. All-gathers must have the order of `publish`, which alone tells messages apart.
+        posts = self.posts_messages and stepper.is_alone and len(stepped) == len(self.awake)
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads, posts)
+        after_part = partial(early.begin, self.lane) if posts else None
         on_change = self.unfinished.change
         if not stepper.fuses and factor != 1.0:
             on_change = partial(self._begin_to_change, factor)
         try:
-            self.steppers.step(stepper, self.trained, parts, used, factor, on_change)
+            self.steppers.step(stepper, self.trained, parts, used, factor, on_change, after_part)
         except NotFiniteError as error:
             self.report.log_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
@@ -460,8 +466,10 @@ class ZeroOptimizer(OptimizerProxy):
         self.unfinished.change()
         self.reducer.state.multiply(factor)
 
-    def publish(self, trained: Sequence[TrainedGroup]) -> None:
+    def publish(self, trained: Sequence[TrainedGroup], early: EarlyGathers | None = None) -> None:
         """All-gather parameters that are kept whole from the ranks' slices. Every rank must call this.
+
+        `early`: the all-gathers that have begun already.
 
         On an accelerator the current stream waits for the new values, not the host. The all-gather does not
         overlap the next forward, because module hooks would miss some readers of a weight: a view that user
@@ -469,24 +477,32 @@ class ZeroOptimizer(OptimizerProxy):
         """
         if self.gatherer is not None:
             self.gatherer.release_all()
+        begun = early.begun if early is not None else {}
         whole: dict[TrainedGroup, Tensor] = {}
         for group in trained:
             group.parameters.node_copy = None  # it has the old values
-            if group.parameters.state is GatherState.WHOLE:
+            if group.parameters.state is GatherState.WHOLE and group not in begun:
                 whole[group] = group.parameters.full
         if whole:
             gather = partial(self._gather_all, whole)
             self.lane.submit(gather, whole.values(), [self.lane.producer()]).wait()
+        for pending in begun.values():
+            pending.wait()
         if self.parts.copy_threads is not None:
             await_parameters(self.groups, trained)
 
     def _gather_all(self, groups: Iterable[TrainedGroup]) -> None:
         """All-gather the parameters of these groups. Runs on the lane, as one job."""
+        posted: list[Pending] = []
         for group in groups:
-            if self.parts.copy_threads is None:
-                group.parameters.all_gather()
-            else:
+            if self.parts.copy_threads is not None:
                 all_gather_after_copy(group)
+            elif (pending := group.parameters.post()) is not None:
+                posted.append(pending)
+            else:
+                group.parameters.all_gather()
+        for pending in posted:
+            pending.wait()
 
     def _count(self, decision: Decision, scale: float) -> None:
         """Record a step that was applied or skipped, and update a dynamic loss scale."""

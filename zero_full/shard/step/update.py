@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import clean_name
-from zero_full.comm.lane import Lane
+from zero_full.comm.lane import Lane, Pending
 from zero_full.offload import CopyThreads, Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdamStep
@@ -16,9 +16,30 @@ from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.settings import Settings
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.group.parameters import Member
+from zero_full.shard.group.parameters import GatherState, Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
 from zero_full.shard.step.wrapped_optimizer import RedirectedOptimizer
+
+POSTED = 2**19  # elements of this rank in a part whose all-gather begins while the next part is stepped
+
+
+class EarlyGathers:
+    """All-gathers of new parameters that begin in a step while later parts are stepped."""
+
+    def __init__(self) -> None:
+        self.begun: dict[TrainedGroup, Pending] = {}
+        self.ended = False
+
+    def begin(self, lane: Lane, part: Iterable[TrainedGroup]) -> None:
+        """Begin to all-gather the parameters of a part that has been stepped, if they are kept whole."""
+        for group in part:
+            if self.ended or group.parameters.state is not GatherState.WHOLE:
+                continue
+            pending = group.parameters.post(lane)
+            if pending is None:  # a recording has begun: `publish` gathers this one, and those behind it
+                self.ended = True
+            else:
+                self.begun[group] = pending
 
 
 class Steppers:
@@ -93,8 +114,11 @@ class Steppers:
         stepped: Sequence[TrainedGroup],
         settings: Settings,
         copy_threads: CopyThreads | None,
+        posts: bool = False,
     ) -> Sequence[Sequence[TrainedGroup]]:
         """Split the groups into parts that are stepped together.
+
+        `posts`: the all-gather of a part begins while the next one is stepped.
 
         With host-device copies each group is a part, so that its copy overlaps the step of the next one. A
         stepper that communicates gets larger parts, because it exchanges messages for each.
@@ -103,7 +127,7 @@ class Steppers:
         if not stepper.takes_parts or (self.own is not None and any(g.kind.is_split for g in stepped)):
             return [stepped]
         if copy_threads is None and settings.part_numel is None and not self.tier.is_offloaded:
-            return [stepped]
+            return sub_groups(stepped, POSTED) if posts else [stepped]
         one_by_one = copy_threads is not None and self.own is None and not self.tier.moves
         return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
 
@@ -115,10 +139,12 @@ class Steppers:
         used: Container[Member],
         factor: float,
         on_change: Callable[[], None] = lambda: None,
+        after_part: Callable[[Sequence[TrainedGroup]], None] | None = None,
     ) -> None:
         """Step part after part. Parameters that are not `used`, as no rank has a gradient, do not change.
 
-        `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks.
+        `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks,
+        and `after_part` after each part.
         """
         try:
             if not stepper.is_alone:
@@ -129,6 +155,8 @@ class Steppers:
             else:
                 for part in parts:
                     self._step_part(stepper, part, used, factor)
+                    if after_part is not None:
+                        after_part(part)
         finally:
             if not stepper.is_alone:
                 stepper.end()
