@@ -88,11 +88,12 @@ test-matrix: BIN := $(MATRIX)/bin
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch, and Python 3.12; or TORCH=2.15.0 PYTHON=python3.13 (6 GB each)
 	@export ZERO_FULL_NO_BROWSER=1; $(SUITE)
 
-bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers, messages, real models beside peers that are installed (80 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers, messages, real models beside peers that are installed (90 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
 	$(BIN)/python -m tests.bench.checkpoint | tee build/bench/checkpoint.md
+	$(BIN)/python -W ignore -m tests.bench.recovery --rounds 2 | tee build/bench/recovery.md
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -m tests.bench.units | tee build/bench/units.md
@@ -107,6 +108,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
 	@rm -f build/bench/real_models.json  # measurements are added to it
 	$(BIN)/python -m tests.bench.real_models --ranks 2 | tee build/bench/real_models.md
+	$(BIN)/python -W ignore -m tests.bench.real_models_peak | tee build/bench/real_models_peak.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
 	$(BIN)/python -W ignore -m tests.bench.forecast | tee build/bench/forecast.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics peers | tee build/bench/offload_peers.md

@@ -139,6 +139,9 @@ class Meter:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
+    def part_ended(self, name: str) -> None:
+        """Nothing here; `real_models_peak` notes the memory of each part of a step."""
+
     def step_ended(self) -> None:
         """Note the time."""
         self.ends.append(time.perf_counter())
@@ -232,9 +235,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
 
-def by_loop(job: Job, rank: int) -> dict[str, Any]:
+def by_loop(job: Job, rank: int, meter: Meter | None = None) -> dict[str, Any]:
     """A loop of a few lines."""
-    meter = Meter()
+    meter = meter or Meter()
     if job.row.startswith("zero_full"):
         import zero_full
 
@@ -244,10 +247,14 @@ def by_loop(job: Job, rank: int) -> dict[str, Any]:
     else:
         dist.init_process_group("gloo")
     training = {"DDP": ddp, "FSDP2": fsdp2}.get(job.row, engine)(job)
+    meter.part_ended("initialize")
     for batch in data(job)[rank :: job.ranks]:
         loss = training.forward(**{name: words[None] for name, words in batch.items()}).loss
+        meter.part_ended("forward")
         training.backward(loss)
+        meter.part_ended("backward")
         training.update()
+        meter.part_ended("update")
         meter.losses.append(loss.item())
         meter.step_ended()
     return meter.report(job)

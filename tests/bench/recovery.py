@@ -10,9 +10,9 @@ time of the ten steps after the save's call has returned over the ten before; th
 itself.
 
 `kill`: new processes build the model and take a step, save it, and are killed (SIGKILL) when the save is on
-the disk. The page cache is asked to forget the files. "start to step": from the start of new processes
-until the slower rank has loaded the checkpoint and taken a step. "save to step" adds the save that was
-waited for before the kill. The last line is JSON.
+the disk. The page cache is asked to forget the files. "kill to step": new processes start at once, and the
+time ends when the slower rank has loaded the checkpoint and taken a step. "save to step" adds the save that
+was waited for before the kill. The last line is JSON.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from zero_min.gpt import batch, load_text
 WORLD, STEPS = 2, 10
 OURS, DCP = "zero_full", "FSDP2 + DCP"
 BEFORE, CALL, AFTER, WRITTEN = "before", "call", "after", "written"
-STARTED, SAVED = "start to step", "save"
+STARTED, SAVED = "kill to step", "save"
 STALL_TARGET, KILL_TARGET_S = 1.02, 10.0
 
 
@@ -133,6 +133,7 @@ class Plan(checkpoint.Plan):
     """One run."""
 
     length: int = 64  # tokens in a step of a rank
+    rows: tuple[str, ...] = tuple(BUILDERS)
 
 
 @dataclass
@@ -157,7 +158,7 @@ def built(name: str, plan: Plan) -> Run:
 def steps_main(_: Any, plan: Plan) -> dict[str, dict[str, Series]]:
     """The life of a rank that saves asynchronously."""
     leave_with_parent()
-    runs = {name: built(name, plan) for name in BUILDERS}
+    runs = {name: built(name, plan) for name in plan.rows}
     found: dict[str, dict[str, Series]] = {
         name: {what: [] for what in (BEFORE, CALL, AFTER, WRITTEN)} for name in runs
     }
@@ -166,8 +167,6 @@ def steps_main(_: Any, plan: Plan) -> dict[str, dict[str, Series]]:
         saved(run, Path(plan.directory) / name)
 
     def visit(name: str, number: int) -> list[float]:
-        if dist.get_rank() == 0:
-            print(f"round {number + 1}: {name}", file=sys.stderr)
         run, folder, times = runs[name], Path(plan.directory) / name, found[name]
         timed(run.step)
         times[BEFORE].append(timed(run.step, STEPS))
@@ -175,6 +174,9 @@ def steps_main(_: Any, plan: Plan) -> dict[str, dict[str, Series]]:
         times[AFTER].append(timed(run.step, STEPS))
         times[WRITTEN].append(timed(run.end_save))
         remove(folder)
+        if dist.get_rank() == 0:
+            here = ", ".join(f"{what} {series[-1][0]:.3f}" for what, series in times.items())
+            print(f"round {number + 1}: {name}: {here}", file=sys.stderr)
         return []
 
     interleave.run(list(runs), plan.rounds, visit)
@@ -272,7 +274,7 @@ def started(name: str, plan: Plan, what: str, folder: Path, number: int) -> list
 
 def measure_kills(plan: Plan) -> dict[str, dict[str, Series]]:
     """Every round kills every row."""
-    found: dict[str, dict[str, Series]] = {name: {SAVED: [], STARTED: []} for name in BUILDERS}
+    found: dict[str, dict[str, Series]] = {name: {SAVED: [], STARTED: []} for name in plan.rows}
 
     def visit(name: str, number: int) -> list[float]:
         print(f"kill {number + 1}: {name}", file=sys.stderr)
@@ -281,7 +283,7 @@ def measure_kills(plan: Plan) -> dict[str, dict[str, Series]]:
         found[name][STARTED].append([start])
         return []
 
-    interleave.run(list(BUILDERS), plan.rounds, visit)
+    interleave.run(plan.rows, plan.rounds, visit)
     return found
 
 
@@ -297,7 +299,7 @@ def measure(plan: Plan, topics: list[str], limit: float) -> Found:
 
 
 STEPS_HEAD = ["row", "10 steps before, ms", "the call, ms", "10 steps after, ms", "then waited, ms"]
-KILL_HEAD = ["row", "save, s", "start to step, s", "range", "save to step, s"]
+KILL_HEAD = ["row", "save, s", "kill to step, s", "range", "save to step, s"]
 
 
 def report(found: Found) -> str:
@@ -332,21 +334,21 @@ def ratios(found: Found) -> list[Ratio]:
         )
         for name, row in found.steps.items()
     ]
-    if found.steps:
+    if len(found.steps) == len(BUILDERS):
         ours, theirs = (found.steps[name] for name in (OURS, DCP))
         result.append(interleave.ratio(f"the call: {OURS} / {DCP}", ours[CALL], theirs[CALL]))
-    if found.kills:
+    if OURS in found.kills:
+        limit = [[KILL_TARGET_S]] * len(found.kills[OURS][STARTED])
+        name = f"{OURS}: kill to step / {KILL_TARGET_S:g} s"
+        result.append(interleave.ratio(name, found.kills[OURS][STARTED], limit, 1))
+    if len(found.kills) == len(BUILDERS):
         whole = {
             name: [[a[0] + b[0]] for a, b in zip(row[SAVED], row[STARTED], strict=True)]
             for name, row in found.kills.items()
         }
-        limit = [[KILL_TARGET_S]] * len(whole[OURS])
-        result.append(
-            interleave.ratio(
-                f"{OURS}: save to first step after a kill / {KILL_TARGET_S:g} s", whole[OURS], limit, 1
-            )
-        )
-        result.append(interleave.ratio(f"save to first step: {OURS} / {DCP}", whole[OURS], whole[DCP]))
+        kills = {name: row[STARTED] for name, row in found.kills.items()}
+        result.append(interleave.ratio(f"kill to step: {OURS} / {DCP}", kills[OURS], kills[DCP]))
+        result.append(interleave.ratio(f"save to step: {OURS} / {DCP}", whole[OURS], whole[DCP]))
     return result
 
 
@@ -359,11 +361,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, default=64, help="tokens in a step of a rank")
     parser.add_argument("--topics", nargs="+", choices=["steps", "kill"], default=["steps", "kill"])
+    parser.add_argument("--rows", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="ROW")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     asked = parser.parse_args()
     print(interleave.heading())
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
-        plan = Plan(directory, asked.size, asked.stage, asked.rounds, asked.length)
+        plan = Plan(directory, asked.size, asked.stage, asked.rounds, asked.length, tuple(asked.rows))
         found = measure(plan, asked.topics, asked.limit)
     said = (
         f"{asked.size} parameters, fp32, stage {asked.stage}, {WORLD} ranks, {asked.length} tokens in a step"

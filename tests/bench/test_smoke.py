@@ -103,6 +103,7 @@ SMOKE = {
         Smoke(f"{TINY} --ways loop --rows zero_full-2 DDP FSDP2", needs="transformers"),
         Smoke(f"{TINY} --ways Trainer --rows zero_full-3 DDP", needs="transformers", slow=True),
     ],
+    "real_models_peak": [Smoke("--model GPT2-tiny --tokens 16 --rows zero_full-3", needs="transformers")],
     "recovery": [Smoke("--directory DIRECTORY --size 50k --rounds 1 --topics steps --length 8")],
     "scales": [Smoke("--seeds 0 --rows 1-bit-Adam", few_steps)],
     "step_time": [Smoke(f"--sizes 50k --dtypes fp32 --rows loop DDP zero_full-1 {ONE_STEP} --bucket 20000")],

@@ -53,6 +53,7 @@ void operator delete(void* memory, size_t) noexcept { free(memory); }
 #define pread checked_pread
 #include "bind_io.cpp"
 #include "io/block_io.cpp"
+#include "io/crc32.cpp"
 
 #include <cstdio>
 #include <thread>

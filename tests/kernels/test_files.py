@@ -2,6 +2,8 @@
 
 import errno
 import os
+import random
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from tests.kernels.file_io import MiB, content, noise
 from zero_full.kernels import files, load
+from zero_full.kernels.crc32 import compiled_crc32, crc32_function
 from zero_full.kernels.files import (
     PAGE,
     BlockIO,
@@ -297,3 +300,19 @@ def test_memory_is_pinned_only_where_there_is_cuda() -> None:
     tensor = aligned_empty(10_000, torch.float32, pin=True)
     assert tensor.is_pinned() == torch.cuda.is_available()
     assert tensor.data_ptr() % PAGE == 0
+
+
+def test_checksums_are_those_of_zlib(compiled: bool) -> None:
+    """Of every length around the pieces in which they are computed, at any address, and in parts."""
+    path = load.load(torch.device("cpu")).path
+    if compiled and path is None:
+        pytest.skip("nothing is compiled")
+    crc32 = (compiled_crc32(str(path)) if compiled else zlib.crc32) or zlib.crc32
+    data, drawn = memoryview(bytearray(os.urandom(5000))), random.Random(0)
+    for size in [*range(300), 4096, 4999, 5000]:
+        begin, before = drawn.randrange(len(data) - size + 1), drawn.getrandbits(32)
+        part = data[begin : begin + size]
+        assert crc32(part, before) == zlib.crc32(part, before), size
+        cut = drawn.randrange(size + 1)
+        assert crc32(part[cut:], crc32(part[:cut], 0)) == zlib.crc32(part), (size, cut)
+    assert crc32_function()(memoryview(bytes(data)), 0) == zlib.crc32(data), "memory that is read-only"

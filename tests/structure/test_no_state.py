@@ -43,6 +43,7 @@ CACHES = {  # of what depends on the arguments alone
     "kernels.toolchain._output_of": "what a compiler of this machine says of itself",
     "kernels.files._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",
+    "kernels.crc32.crc32_function": "of the library that this machine has",
     "kernels.load.load": "operators are compiled and loaded once in a process, by device",
     "kernels.load.compiled_for": "the same answer, by device",
     "kernels.load.operators": "the same, by device",

@@ -54,6 +54,21 @@ def test_a_step_moves_what_does_not_fit_and_begins_with_what_the_last_one_left()
     assert bytes_moved([[PAGE]] * 8, 8 * PAGE) == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "room", "more"), [([9, 7, 8] * 5, 60, 15), ([4, 5, 3] * 9 + [4, 2], 57, 0)]
+)
+def test_parts_of_different_sizes_leave_few_gaps(sizes: list[int], room: int, more: int) -> None:
+    """What two steps read beyond what does not fit: 24 and 12 pages if each takes the first free range."""
+    parts, memory = [[FileBlock(size * PAGE)] for size in sizes], BlockMemory[FileBlock](room * PAGE)
+    swept(memory, parts)
+    for _ in range(6):
+        read = 0
+        for _ in range(2):
+            parts.reverse()
+            read += swept(memory, parts)[0]
+        assert read == (2 * (sum(sizes) - room) + more) * PAGE
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_part_is_there_for_its_step_in_any_order_and_of_any_size(seed: int) -> None:
     chance = random.Random(seed)

@@ -1,6 +1,8 @@
 """Large files: the disk begins beside the writing, threads verify, values are read where they belong."""
 
+import ctypes
 import errno
+import fcntl
 import os
 import threading
 import zlib
@@ -28,7 +30,12 @@ def written(path: Path, data: bytes) -> list[int]:
         file.close()
 
 
-@pytest.mark.parametrize("beside", [1, BLOCK, 4 * BLOCK, disk.FLUSH_BYTES])
+def sums(data: bytes) -> list[int]:
+    """The checksum of each block."""
+    return [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+
+@pytest.mark.parametrize("beside", [1, 2 * BLOCK, disk.FLUSH_BYTES])
 def test_a_file_is_the_same_however_often_the_disk_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: int
 ) -> None:
@@ -38,31 +45,73 @@ def test_a_file_is_the_same_however_often_the_disk_begins(
         flushes.append(threading.current_thread() is threading.main_thread())
         flush(descriptor)
 
+    monkeypatch.setattr(disk, "O_DIRECT", 0)
+    monkeypatch.setattr(disk, "PIECE", 2 * BLOCK)
     monkeypatch.setattr(disk, "FLUSH_BYTES", beside)
     monkeypatch.setattr(os, "fsync", counted)
-    blocks = written(tmp_path / "file", data)
+    assert written(tmp_path / "file", data) == sums(data)
     assert (tmp_path / "file").read_bytes() == data
-    assert blocks == [zlib.crc32(data[at : at + BLOCK]) for at in range(0, SIZE, BLOCK)]
-    assert flushes.count(True) == 1 and flushes.count(False) in (range(1, 11) if beside < SIZE else [0])
+    assert flushes[-1] and flushes.count(False) in (range(4, 9) if beside < SIZE else [0])
 
 
-@pytest.mark.parametrize("fails", [0, 1])
 def test_an_error_that_the_system_tells_beside_the_writing_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It tells it once: a later flush of the same file succeeds."""
     calls = list[int]()
 
     def failing(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == fails + 1:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(disk, "O_DIRECT", 0)
+    monkeypatch.setattr(disk, "PIECE", 2 * BLOCK)
     monkeypatch.setattr(disk, "FLUSH_BYTES", 6 * BLOCK)
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError, match=r"Input/output error while flushing: .*file"):
         written(tmp_path / "file", os.urandom(SIZE))
-    assert len(calls) == 2
+    assert len(calls) == 1
+
+
+def test_whole_pages_bypass_the_page_cache_and_aligned_memory_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that refuses it, at once or at a later write, gets the same bytes through the cache."""
+    if not disk.O_DIRECT:
+        pytest.skip("this platform has no O_DIRECT")
+    data, real, direct, refused = os.urandom(SIZE), os.write, list[tuple[int, int]](), list[int]()
+    held = disk.private_memory(
+        SIZE + disk.PAGE
+    )  # as an asynchronous save holds it: pages of file and memory fit
+    memory = held[100 : 100 + SIZE]
+    memory[:] = data
+    begins = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def watched(descriptor: int, part: memoryview) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & disk.O_DIRECT:
+            if len(direct) in refused:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            direct.append((ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part)))
+        return real(descriptor, part)
+
+    monkeypatch.setattr(disk, "PIECE", 4 * BLOCK)
+    monkeypatch.setattr(os, "write", watched)
+    for number, at in enumerate(([], [0], [1])):
+        direct.clear()
+        refused[:] = at
+        file = FileWriter(tmp_path / str(number))
+        file.write(bytes(100))
+        file.write(memory)
+        blocks = file.finish()
+        assert (tmp_path / str(number)).read_bytes() == bytes(100) + data
+        assert blocks == sums(bytes(100) + data)
+        if not at and direct:  # the first page was collected, all others are written where they are
+            first = begins + disk.PAGE - 100
+            assert direct[0] == (first, 4 * BLOCK) and sum(size for _, size in direct) > 9 * BLOCK
+        else:
+            assert len(direct) == sum(at)
+        assert written(tmp_path / f"{number}, uneven", data) == sums(data)
+        assert (tmp_path / f"{number}, uneven").read_bytes() == data
 
 
 @pytest.mark.parametrize("count", [1, disk.MIN_THREADED - 1, disk.MIN_THREADED, 11])

@@ -52,7 +52,7 @@ def saves_while(comm: Any, victim: int, place: Path, every: int) -> list[str]:
         told: list[Any] = [None, None]
         dist.all_gather_object(told, (failing.has_failed, said))
         if not any(failed for failed, _ in told):
-            return wrong if at > 8 else ["hardly a call was made"]
+            return wrong if at > 4 else ["hardly a call was made"]
         name = failing.calls[-1:]
         if told[0][1] != told[1][1] or (said and (os.strerror(reason) not in said or str(place) not in said)):
             wrong.append(f"call {at}, {name}: {told}")

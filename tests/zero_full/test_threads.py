@@ -130,14 +130,14 @@ def test_every_thread_of_a_run_begins_on_the_ranks_device(
 def test_threads_of_files_begin_there_too(
     started: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "FLUSH_BYTES", disk.BLOCK)
+    monkeypatch.setattr(disk, "PIECE", disk.BLOCK)
     disk.write_file(tmp_path / "flushed", bytes(2 * disk.BLOCK))
     reader = disk.FileReader(tmp_path / "flushed", 2 * disk.BLOCK)
     monkeypatch.setattr(disk, "MIN_THREADED", 1)
     assert len([*reader.checksums(range(2))]) == 2
     with BlockIO(compiled=False) as io:
         io.write(tmp_path / "blocks", aligned_empty(1000, torch.float32).zero_()).wait()
-    assert names_of(started) >= {"flush", "checksums", "zero_full_io"}
+    assert names_of(started) >= {"write", "checksums", "zero_full_io"}
 
 
 def test_a_group_is_destroyed_at_exit_on_the_ranks_device(

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import run_exit_functions
+from zero_full.checkpoint import disk
 from zero_full.checkpoint.failure import joined_messages, message_of
 from zero_full.checkpoint.folder import CheckpointSave
-from zero_full.checkpoint.rank_file import Payload
+from zero_full.checkpoint.rank_file import Payload, layout_of
 from zero_full.comm.store_messages import StoreMessages
 from zero_full.errors import CheckpointError
 from zero_full.offload.arena import LOCKABLE, Arena, page_locker
@@ -42,7 +43,9 @@ LINGER_S = 10.0  # seconds for which a rank keeps its messages available to rank
 class StagingBuffer:
     """Host memory for a copy of this rank's data, reused by later saves of tensors of the same sizes.
 
-    For CUDA it is page-locked as in [Note: arena] of `offload/arena.py`, with a warning where that fails.
+    For CUDA it is page-locked as in [Note: arena] of `offload/arena.py`, with a warning where that fails. The
+    pages of a large tensor's copy are pages of the file, which are written without another copy: see [Note:
+    direct writes] in `disk.py`.
     """
 
     def __init__(self) -> None:
@@ -52,10 +55,17 @@ class StagingBuffer:
         """Copy the payload's tensors to the host buffer. The result is valid until the next call."""
         chunks = payload.chunks
         devices = {chunk.values.device for chunk in chunks if chunk.values.device.type != "cpu"}
-        self._reserve([chunk.values.nbytes for chunk in chunks], {device.type for device in devices})
+        self._reserve(
+            [_with_shift(chunk.values.nbytes) for chunk in chunks], {device.type for device in devices}
+        )
+        _, _, places = layout_of(payload)
         copies = []
         for chunk, room in zip(chunks, self.rooms, strict=True):
-            values = room.view(chunk.values.dtype)
+            shift, size = 0, chunk.values.nbytes
+            if size >= disk.BLOCK:
+                shift = (places[chunk.key] - room.data_ptr()) % disk.PAGE
+                shift -= shift % chunk.values.itemsize  # nothing, but for complex128
+            values = room[shift : shift + size].view(chunk.values.dtype)
             values.copy_(chunk.values, non_blocking=True)
             copies.append(replace(chunk, values=values))
         for device in devices:
@@ -76,6 +86,11 @@ class StagingBuffer:
         """Free the host memory."""
         self.arena.close()
         self.arena, self.rooms = Arena([]), []
+
+
+def _with_shift(size: int) -> int:
+    """Return the bytes of a region in which a tensor of this size may begin anywhere in a page."""
+    return size + disk.PAGE * (size >= disk.BLOCK)
 
 
 class AsyncSave:

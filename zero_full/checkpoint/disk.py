@@ -1,13 +1,24 @@
 """File operations of checkpoints: all system calls of a save, with fsync, atomic rename and checksums.
 
 Each block of a file has a checksum of its own, so that a rank verifies only the blocks that it reads.
+
+[Note: direct writes] Whole pages of a large file bypass the page cache (O_DIRECT) where the file system
+allows it. A copy into the page cache costs processor time, which the training beside an asynchronous save
+needs. A page of the file must then begin at a page of memory. Memory that lies like that (`is_aligned`) is
+written in place, and all else is collected in a buffer. A thread writes one piece while the next one is
+collected. Where O_DIRECT is not allowed, that thread flushes the file now and then. Otherwise the page cache
+would hold the data, and the disk would be idle until the end.
 """
 
+import ctypes
+import errno
+import mmap
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -16,7 +27,12 @@ from zero_full.threads import make_thread, start_threads
 
 MAX_BYTES = 1 << 30  # of a manifest or a rank\'s JSON file; a larger one is damaged
 BLOCK = 1 << 20  # bytes per checksum
-FLUSH_BYTES = 1 << 26  # bytes between two background fsyncs of a file that is being written
+PIECE = 1 << 24  # bytes that a thread writes while the next ones are collected
+FLUSH_BYTES = 1 << 26  # bytes in the page cache after which the thread flushes a file that is being written
+PAGE = max(4096, mmap.PAGESIZE)
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
+NOT_DIRECT = (errno.EINVAL, errno.EFAULT)  # errors of O_DIRECT where the file system or the device lacks it
+Checksum = Callable[[memoryview, int], int]  # as `zlib.crc32`
 THREADS = 4  # threads that compute checksums
 MIN_THREADED = 8  # blocks; fewer are computed without threads
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks the flag
@@ -43,71 +59,150 @@ def add_context(action: str, path: Path) -> Iterator[None]:
 
 
 class FileWriter:
-    """Writes a new file sequentially. The file is on the disk after `finish`.
+    """Writes a new file sequentially. The file is on the disk after `finish`. See [Note: direct writes]."""
 
-    A thread flushes it in between. Otherwise the page cache would hold the data and the disk would be idle
-    until the end.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, crc32: Checksum = zlib.crc32) -> None:
         check_platform()
-        self.path = path
+        self.path, self.crc32 = path, crc32
         self.size, self.blocks, self.crc = 0, list[int](), 0
-        self.flushed, self.failure = 0, list[OSError]()
-        self.flush: Thread | None = None  # the thread of the last flush
+        self.buffers = [private_memory(PIECE), private_memory(PIECE)]  # collected here; being written
+        self.filled = 0  # bytes in the first buffer
+        self.direct = bool(O_DIRECT)
+        self.unflushed = 0  # bytes in the page cache
+        self.thread: Thread | None = None  # writes the last piece
+        self.failure: OSError | None = None
         with add_context("making a file", path):
             self.descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append these bytes."""
+        """Append these bytes. They must not change before `finish`."""
         left = memoryview(data).cast("B")
         while left:
-            part = left[: BLOCK - self.size % BLOCK]
-            with add_context("writing", self.path):
-                rest = part
-                while rest:
-                    rest = rest[os.write(self.descriptor, rest) :]
-            self.crc = zlib.crc32(part, self.crc)
+            count, in_place = self._next(left)
+            if in_place:
+                self._write_buffer()
+                self._add_checksums(left[:count])
+                self._write_behind(left[:count])
+            else:
+                copy = self.buffers[0][self.filled : self.filled + count]
+                copy[:] = left[:count]
+                self._add_checksums(copy)
+                self.filled += count
+                if self.filled == PIECE:
+                    self._write_buffer()
+            left = left[count:]
+
+    def _next(self, left: memoryview) -> tuple[int, bool]:
+        """Return how many bytes come next, and whether they are written from the caller's memory."""
+        gap = -self.size % PAGE if self.direct else 0  # bytes up to the next page of the file
+        whole = (len(left) - gap) // PAGE * PAGE
+        in_place = whole >= BLOCK and (not self.direct or is_aligned(left, self.size))
+        if in_place and not gap:
+            return min(whole, PIECE), True
+        return min(len(left), gap if in_place else BLOCK, PIECE - self.filled), False
+
+    def _add_checksums(self, data: memoryview) -> None:
+        while data:
+            part = data[: BLOCK - self.size % BLOCK]
+            self.crc = self.crc32(part, self.crc)
             self.size += len(part)
-            left = left[len(part) :]
+            data = data[len(part) :]
             if self.size % BLOCK == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
-                self._flush_in_background()
 
-    def _flush_in_background(self) -> None:
-        if self.size - self.flushed < FLUSH_BYTES or (self.flush is not None and self.flush.is_alive()):
-            return
-        self.flushed = self.size
-        thread = make_thread(self._flush, "zero_full-flush")
-        with suppress(RuntimeError):  # no thread can start at interpreter exit: `finish` flushes all
-            thread.start()
-            self.flush = thread
+    def _write_buffer(self) -> None:
+        if self.filled:
+            self._write_behind(self.buffers[0][: self.filled])
+            self.buffers.reverse()
+            self.filled = 0
 
-    def _flush(self) -> None:
+    def _write_behind(self, piece: memoryview) -> None:
+        """Write in a thread, after the piece before. Raises the error of that one."""
+        self._wait()
+        thread = make_thread(partial(self._write_out, piece), "zero_full-write")
         try:
-            os.fsync(self.descriptor)
-        except OSError as error:  # fsync reports an error only once, so keep it for `finish`
-            self.failure.append(error)
+            thread.start()
+            self.thread = thread
+        except RuntimeError:  # no thread can start at interpreter exit
+            self._write_out(piece)
+
+    def _write_out(self, piece: memoryview) -> None:
+        try:
+            while piece:
+                with add_context("writing", self.path):
+                    piece = piece[self._write_some(piece) :]
+            if self.unflushed >= FLUSH_BYTES:
+                with add_context("flushing", self.path):
+                    os.fsync(self.descriptor)
+                self.unflushed = 0
+        except OSError as error:
+            self.failure = error
+
+    def _write_some(self, piece: memoryview) -> int:
+        """Write at least one byte, and return how many."""
+        if self.direct and len(piece) >= BLOCK:
+            try:
+                with bypassing_cache(self.descriptor):
+                    return os.write(self.descriptor, piece[: len(piece) // PAGE * PAGE])
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise
+                self.direct = False
+        written = os.write(self.descriptor, piece)
+        self.unflushed += written
+        return written
+
+    def _wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            raise self.failure
 
     def finish(self) -> list[int]:
         """Wait until all data are on the disk, and return the checksum of each block."""
         if self.size % BLOCK:
             self.blocks.append(self.crc)
+        self._wait()
+        self._write_out(self.buffers[0][: self.filled])
+        self._wait()
         with add_context("flushing", self.path):
             os.fsync(self.descriptor)
             self.close()
-            for error in self.failure:
-                raise error
         return self.blocks
 
     def close(self) -> None:
         """Close the file."""
-        if self.flush is not None:
-            self.flush.join()
+        if self.thread is not None:
+            self.thread.join()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def private_memory(size: int) -> memoryview:
+    """Return new memory that begins at a page. Pages take no memory until they are written."""
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return memoryview(mmap.mmap(-1, size, **flags))
+
+
+def is_aligned(data: memoryview, offset: int) -> bool:
+    """Return whether the pages of the file are pages in memory, if the data begin at `offset` of the file."""
+    return not data.readonly and (ctypes.addressof(ctypes.c_char.from_buffer(data)) - offset) % PAGE == 0
+
+
+@contextmanager
+def bypassing_cache(descriptor: int) -> Iterator[None]:
+    """Within this block, the file is open with O_DIRECT. OSError if its file system does not allow it."""
+    import fcntl  # not at the top: Windows lacks it
+
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def write_file(path: Path, data: bytes) -> int:
@@ -180,9 +275,9 @@ class FileReader:
     It is opened at the first read, because a rank reads only few of many ranks' files.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, crc32: Checksum = zlib.crc32) -> None:
         check_platform()
-        self.path, self.size, self.descriptor = path, size, -1
+        self.path, self.size, self.crc32, self.descriptor = path, size, crc32, -1
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise OSError(
@@ -222,7 +317,7 @@ class FileReader:
         begin = block * BLOCK
         buffer = bytearray(min(BLOCK, self.size - begin))
         self.read_into(memoryview(buffer), begin)
-        return zlib.crc32(buffer)
+        return self.crc32(memoryview(buffer), 0)
 
     def close(self) -> None:
         """Close the file."""

@@ -14,6 +14,7 @@ from zero_full.checkpoint import disk
 from zero_full.checkpoint.json_values import Encoder, decode
 from zero_full.checkpoint.safetensors_writer import CODES, DTYPES, TensorEntry, bytes_of, header_of
 from zero_full.errors import CheckpointError
+from zero_full.kernels.crc32 import crc32_function
 from zero_full.layout import LocalBlock
 from zero_full.shard.contents.state import Chunk
 
@@ -50,6 +51,14 @@ def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> 
     return Payload(rank, mine, {**rest, "shared": shared}, encoder.tensors)
 
 
+def layout_of(payload: Payload) -> tuple[dict[str, Tensor], bytes, dict[str, int]]:
+    """Return the tensors of a rank's file by name, the file's header, and where each tensor begins."""
+    named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
+    named |= {f"{PLAIN}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.plain_tensors)}
+    entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
+    return named, *header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
+
+
 def write(
     folder: Path, payload: Payload, check: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, int]]:
@@ -58,11 +67,8 @@ def write(
     `check` is called before each tensor. An exception that it raises ends the writing.
     """
     data_name, json_name = names_of(payload.rank)
-    named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
-    named |= {f"{PLAIN}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.plain_tensors)}
-    entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
-    header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
-    file = disk.FileWriter(folder / data_name)
+    named, header, places = layout_of(payload)
+    file = disk.FileWriter(folder / data_name, crc32_function())
     try:
         file.write(header)
         for key in sorted(named, key=lambda key: places[key]):
@@ -139,7 +145,7 @@ class RankFile:
         self.verified = set[int]()
         try:
             description = json.loads(disk.read_file(described_in, files[json_name]["crc32"]))
-            self.data = disk.FileReader(self.path, files[data_name]["bytes"])
+            self.data = disk.FileReader(self.path, files[data_name]["bytes"], crc32_function())
             try:
                 self._parse(description)
             except BaseException:

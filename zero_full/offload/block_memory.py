@@ -9,13 +9,18 @@ With room for two of four parts:
     step     0    1    2                 3                 3    2    1                 0
     lane          write 0, read 2   write 1, read 3             write 3, read 1   write 2, read 0
 
+Parts have different sizes, and each needs one free range of memory. If all steps took the first range that
+is large enough, free memory would be left over in pieces too small for a part. So every other step takes the
+last one: a part that comes back finds the place that it had, which the parts between have left in the order
+in which they took it.
+
 A step reads and writes the state that does not fit, and no order can move less between the last gradient
 and the end of the step: every part must be in memory then, and no more than fits can be there before or
 after.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -63,23 +68,28 @@ class BlockMemory(Generic[B]):
     """Places of blocks in `size` bytes of memory."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.from_the_end = size, True
         self.begins: dict[B, int] = {}  # first byte of each block that has a place, in ascending order
 
     def place(self, blocks: Sequence[B]) -> bool:
-        """Give each block the first place that fits. Returns False, without a change, if one has none."""
+        """Give each block a place. Returns False, without a change, if one has none."""
         begins = self.begins
         for block in blocks:
-            begin = 0
-            for other, start in begins.items():
-                if begin + block.padded_size <= start:
-                    break
-                begin = max(begin, start + other.padded_size)  # a block without bytes ends nothing
-            if begin + block.padded_size > self.size:
+            begin = self._free_range(begins, block.padded_size)
+            if begin is None:
                 return False
             begins = dict(sorted([*begins.items(), (block, begin)], key=lambda item: item[1]))
         self.begins = begins
         return True
+
+    def _free_range(self, begins: Mapping[B, int], size: int) -> int | None:
+        """Return where the first free range of this size begins, or the last one; None if there is none."""
+        taken = [(begin, begin + block.padded_size) for block, begin in begins.items() if block.padded_size]
+        lows, highs = [0, *(stop for _, stop in taken)], [*(begin for begin, _ in taken), self.size]
+        free = [(low, high) for low, high in zip(lows, highs, strict=True) if low + size <= high]
+        if not free:
+            return None
+        return free[-1][1] - size if self.from_the_end else free[0][0]
 
     def free(self, block: B) -> None:
         """Free the block's place, if it has one."""
@@ -90,6 +100,7 @@ class BlockMemory(Generic[B]):
 
         The caller frees the places of blocks that a step has replaced.
         """
+        self.from_the_end = not self.from_the_end
         ahead, stepped = 0, deque[B]()
         for number, part in enumerate(parts):
             while ahead < len(parts):
