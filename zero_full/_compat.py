@@ -30,6 +30,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def matrix_instructions() -> list[str]:
+    """Return the names of this CPU's instructions for bf16, as far as this torch tells of them."""
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has no such function
+    return sorted(name for name, found in capabilities.items() if "bf16" in name and found is True)
+
+
 @contextmanager
 def without_fake_tensor_log() -> Iterator[None]:
     """Keep torch from logging, within the context, tracebacks of operations that fail on fake tensors.

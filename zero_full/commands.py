@@ -137,6 +137,7 @@ FILL = _argument(
     default=[],
     metavar="KEY=VALUE",
 )
+DEVICE = _argument("--device", "device of the run (default: cuda)", choices=["cuda", "cpu"], default="cuda")
 MACHINE = _argument(
     "--machine",
     "a file of `doctor --measure --out`, to forecast the time of a step, too",
@@ -159,7 +160,7 @@ COMMANDS = (
             ),
             _argument(
                 "--out",
-                "with --measure: write the rates of this machine's ranks to this file, for `plan --machine`",
+                "with --measure: write the rates of this machine's ranks to this file, for `--machine`",
                 metavar="FILE",
             ),
             _flag("--json", "print one line of JSON"),
@@ -196,9 +197,7 @@ COMMANDS = (
             _number("--expert-parallel", "consecutive ranks that hold different experts, if any"),
             _number("--tensor", "tensor-parallel ranks, beside each data-parallel rank"),
             _number("--pipe", "ranks of a pipeline, in place of the PipelineModule's num_stages"),
-            _argument(
-                "--device", "device of the run (default: cuda)", choices=["cuda", "cpu"], default="cuda"
-            ),
+            DEVICE,
             MACHINE,
             _flag("--stages", "compare all stages"),
             _flag("--json", "print one line of JSON for each stage"),
@@ -211,12 +210,15 @@ COMMANDS = (
         (
             "--hf-config config.json --world 8 --memory 80GB",
             "--hf-config config.json --world 8 --memory 24GB \\\n      --host-memory 500GB --checkpointing",
+            "--hf-config config.json --world 2 --memory 8GB \\\n      --device cpu --machine machine.json",
         ),
         _implementation("zero_full.fit", check=early_checks.fit),
         (
             _argument("--hf-config", "the model's config.json", required=True, metavar="FILE"),
-            _number("--world", "GPUs, on all hosts together", required=True),
-            _argument("--memory", "memory of each GPU, such as 80GB", required=True, metavar="SIZE"),
+            _number("--world", "GPUs, or CPU ranks, on all hosts together", required=True),
+            _argument(
+                "--memory", "memory of each GPU or CPU rank, such as 80GB", required=True, metavar="SIZE"
+            ),
             _number("--hosts", "default: 1", default=1),
             _number("--tensor", "GPUs that hold parts of the same matrices (default: 1)", default=1),
             _number("--pipe", "GPUs that hold different layers (default: 1)", default=1),
@@ -233,6 +235,9 @@ COMMANDS = (
                 default="mixed",
             ),
             _flag("--checkpointing", "with activation checkpointing"),
+            DEVICE,
+            MACHINE,
+            _flag("--fastest", "choose the fastest that fits, by the forecast of --machine"),
             _argument("--write", "write the configuration to this file", metavar="FILE"),
             _flag("--json", "print one line of JSON for each candidate"),
         ),

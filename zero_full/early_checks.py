@@ -45,6 +45,8 @@ def fit(options: Namespace) -> None:
         text = getattr(options, name)
         if text is not None:
             size_of(f"--{name.replace('_', '-')}", text)
+    if options.fastest and options.machine is None:
+        raise UsageError("--fastest compares forecast times: pass a machine file, --machine FILE")
     check_writable(options.write, "--write")
     check_readable(options.hf_config, "--hf-config", "a model's config.json")
 

@@ -2,10 +2,10 @@
 
     python -m tests.bench.forecast --sizes 10M 50M --dtypes fp32 bf16 --rounds 5
 
-Ranks measure the machine as `doctor --measure --out` does: before the rows, after each size, and once more at
-the end; the mean counts, because a machine's speed varies. Rows are those of `step_time.py`: zero_full at
-stages 0 to 3, stage 2 over messages and stage 2 with offload to the host, and a pipeline of two stages. A
-row's forecast is `plan`'s, from its configuration and its model on the meta device. The last line is JSON.
+Ranks measure the machine as `doctor --measure --out` does, before and after the rows of each size and dtype.
+The mean of both counts for these rows, because a machine's speed varies. Rows are those of `step_time.py`:
+stages 0 to 3, stage 2 over messages and stage 2 with offload to the host, and a pipeline of two stages. The
+forecast of a row is `plan`'s, of its configuration and its model on the meta device. The last line is JSON.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def rank_main(_: Any, asked: Asked) -> Answer:
             del rank
             if asked.pipeline:
                 found.steps[size, dtype, PIPELINE] = pipeline_steps(asked, size, dtype, pairs)
-        measure_machine()
+            measure_machine()
     return found
 
 
@@ -176,10 +176,14 @@ def forecast(size: str, dtype: str, name: str, rates: MachineRates) -> Any:
 HEAD = ["row", "measured, ms", "range", "forecast, ms", "forecast / measured", ""]
 
 
-def report(answers: Sequence[Answer], rates: MachineRates) -> tuple[str, dict[str, Any]]:
+def report(answers: Sequence[Answer]) -> tuple[str, dict[str, Any]]:
     """A table of all rows, and the numbers behind it."""
     lines, numbers = list[list[str]](), dict[str, Any]()
+    measured = answers[0].rates
+    groups = [*dict.fromkeys((size, dtype) for size, dtype, _ in answers[0].steps)]
     for key in answers[0].steps:
+        before = groups.index(key[:2])
+        rates = mean_rates(measured[before : before + 2])
         series = interleave.slowest([answer.steps[key] for answer in answers])
         middle, (low, high) = interleave.middle(series), interleave.spread(series)
         made = forecast(*key, rates)
@@ -221,10 +225,9 @@ def main() -> None:
         answers = pool.run(rank_main, WORLD, asked, limit=1200, collective=120)
     finally:
         pool.stop()
-    rates = mean_rates(answers[0].rates)
     took = max(second for answer in answers for second in answer.seconds)
     print(f"\nrates of the machine: measured {len(answers[0].rates)} times, {took:.0f} s at most\n")
-    table, numbers = report(answers, rates)
+    table, numbers = report(answers)
     print(table)
     within = sum(abs(row["ratio"] - 1) <= NEAR for row in numbers.values())
     print(f"\n{within} of {len(numbers)} rows are within {NEAR:.0%}\n")

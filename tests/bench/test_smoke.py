@@ -86,6 +86,7 @@ SMOKE = {
     "forecast": [
         Smoke("--sizes 50k --dtypes fp32 --rounds 1 --steps 1 --rows stage-2 --quick"),
     ],
+    "forecast_parts": [Smoke("--sizes 50k --steps 1 --rows stage-1 --quick")],
     "hooks": [Smoke(patch=constants(LAYERS=4, ROUNDS=1, PASSES=1))],
     "kernel_sizes": [Smoke(slow=True)],  # it compiles all operators
     "kernels": [Smoke("--rows unscale --numel 4096 --threads 1 --rounds 1")],

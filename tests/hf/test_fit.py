@@ -16,7 +16,9 @@ from transformers import masking_utils  # noqa: E402
 from tests.hf import tensor_snippets  # noqa: E402
 from tests.worlds import POOL  # noqa: E402
 from zero_full.fit import Batch, activations, read, shape_of  # noqa: E402
+from zero_full.fit.model_operations import operations_of  # noqa: E402
 from zero_full.plan import activations as planned  # noqa: E402
+from zero_full.plan.work import MatrixProduct  # noqa: E402
 from zero_full.precision.dtypes import Dtypes  # noqa: E402
 
 CONFIGS = sorted((Path(__file__).parents[1] / "zero_full" / "hf_configs").glob("*.json"))
@@ -108,3 +110,21 @@ def test_the_snippet_of_tensor_parallelism_trains_and_holds_what_was_planned(tmp
         for stages in zip(*(rank[name] for rank in ranks), strict=True):
             for kind, (told, _) in stages[0].items():
                 assert told == max(each[kind][1] for each in stages), (name, kind)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "gemma-3-1b", "gpt2", "smollm-135m"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_operations_are_those_of_transformers_model(name: str, checkpoints: bool) -> None:
+    """Of its matrix products, each trained matrix has one in forward and two in backward."""
+    told = json.loads((CONFIGS[0].parent / f"{name}.json").read_text())
+    layers = next(key for key in LAYERS if key in told)
+    shape = shape_of({**told, layers: 2})
+    run = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    made = operations_of(shape, Batch(2, 64, checkpoints), run, 2)
+    assert not made.unknown
+    products = {
+        part: sum(n for item, n in work.items.items() if isinstance(item, MatrixProduct))
+        for part, work in made.recorder.parts.items()
+    }
+    assert products["forward"] > 0 and products["backward"] >= 2 * products["forward"]
+    assert products["backward"] > 2 * products["forward"] or not checkpoints

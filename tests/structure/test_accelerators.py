@@ -12,6 +12,7 @@ NAMES_CUDA = {  # files that do, with the reason
     "construct/torch_functions.py": "Tensor.cuda is recorded like any other method of a tensor",
     "doctor/machine.py": "tells why a build of torch for CUDA or ROCm finds no device",
     "engine/accelerator.py": "torch.cuda.CUDAGraph is the remedy in a message of DeepSpeed's accelerator",
+    "fit/choice.py": "the device of a machine, which need not be this one",
     "offload/arena.py": "torch has no call that page-locks memory which exists; CUDA's runtime has",
     "optim/build.py": "the kinds of devices on which torch has a fused kernel",
     "optim/one_bit.py": "cuda_aware is an argument of DeepSpeed's",

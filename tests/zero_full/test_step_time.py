@@ -1,7 +1,7 @@
 """The forecast of a step's time: its arithmetic on a made-up machine, and what it does not forecast."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,22 @@ from zero_full.__main__ import main
 from zero_full.errors import PlanError
 from zero_full.measure.rates import QUICK, mean_rates, measure_rates
 from zero_full.plan import Plan, plan, plan_stages
-from zero_full.plan.machine_file import MachineRates, read_rates, seconds_at
+from zero_full.plan.machine_facts import machine_facts, threads_of_a_rank
+from zero_full.plan.machine_file import (
+    CAPTION,
+    ENVELOPE,
+    FACT,
+    RATE,
+    MachineRates,
+    read_rates,
+    seconds_at,
+)
+from zero_full.plan.work import ACCUMULATE, CAST, COPY, FUNCTION, MIXED, NORM, SCAN, SUM
 
 NOTHING = 1e-30  # seconds
 FLOP = 1e-9  # seconds of each multiplication and addition
 BYTE = 1e-6  # seconds of each byte of a collective
+PASSES = (SUM, FUNCTION, COPY, CAST, ACCUMULATE, MIXED, SCAN, NORM)
 TOKENS, IN, OUT = 32, 8, 16
 PAIR = [torch.empty(TOKENS, IN, device="meta")] * 2  # inputs and labels
 
@@ -34,21 +45,19 @@ def machine(**changed: Any) -> MachineRates:
     kinds = ("reduce_scatter", "all_gather", "all_reduce")
     rates = MachineRates(
         date="2026-11-27",
-        machine="made up",
-        device="cpu",
-        ranks=2,
-        torch="2.13.0",
+        **machine_facts("cpu", 2),
         products={f"float32 {layout}": grid((1, 64), (1, 64), (1, 64)) for layout in ("nt", "nn", "tn")},
         attention={},
-        passes={f"{kind} float32": [[1, NOTHING]] for kind in ("sum", "function", "copy", "scan", "mixed")},
+        passes={f"{kind} float32": [[1, NOTHING]] for kind in PASSES},
         collectives={
             **{f"shared memory {kind} float32": [[1, BYTE], [1000, 1000 * BYTE]] for kind in kinds},
             "shared memory sum float32": [[1, NOTHING]],
         },
         adam={"float32 float32 none": 1e-3},
-        operations={"forward": 0.0, "backward": 0.0},
+        operations={"forward": [0.0, 0.0], "backward": [0.0, 0.0]},
         runtime={str(stage): [0.5, 0.25] for stage in range(4)},
         hidden=0.0,
+        waiting=0.0,
     )
     return replace(rates, **changed)
 
@@ -134,7 +143,7 @@ def pipeline(layers: int = 4, per_rank: int = 2) -> PipelineModule:
 
 def test_a_pipeline_waits_for_messages_and_for_the_first_and_last_micro_batches() -> None:
     rates = machine()
-    rates = replace(rates, runtime={**rates.runtime, "pipeline": [0.5, 0.0]})
+    rates = replace(rates, runtime={**rates.runtime, "1": [0.0, 0.0], "pipeline": [0.5, 0.0]})
     rates = replace(rates, collectives={**rates.collectives, "message": [[1, NOTHING]]})
     more = {"gradient_accumulation_steps": 4, "pipeline": {"schedule": "gpipe"}, "world": 1, "inputs": PAIR}
     made = planned(1, rates, pipeline(per_rank=1), **more)
@@ -163,6 +172,54 @@ def test_overlap_hides_its_measured_share_of_collectives_in_passes() -> None:
     assert hidden is not None and plain is not None and plain.hidden == 0
     assert hidden.hidden == pytest.approx(0.5 * hidden.reduce)
     assert hidden.total == pytest.approx(plain.total - hidden.hidden)
+
+
+def only(kind: str, dtype: str = "float32") -> MachineRates:
+    """A machine on which each byte of one kind of pass takes a second, and nothing else takes time."""
+    free = {name: [[*sizes, NOTHING] for *sizes, _ in points] for name, points in machine().products.items()}
+    nothing = {name: [[1, NOTHING]] for name in machine().collectives}
+    passes = {**machine().passes, f"{kind} {dtype}": [[1, 1.0]]}
+    adam = {f"float32 {each}": 0.0 for each in ("float32 none", "float32 bfloat16", "bfloat16 bfloat16")}
+    runtime = {str(stage): [0.0, 0.0] for stage in range(4)}
+    b16 = {name.replace("float32", "bfloat16"): points for name, points in free.items()}
+    sums = {name.replace("float32", "bfloat16"): points for name, points in nothing.items()}
+    rates = {"products": {**free, **b16}, "collectives": {**nothing, **sums}}
+    return machine(**rates, passes=passes, adam=adam, runtime=runtime)
+
+
+def test_passes_of_the_runtime_have_their_kind_and_bytes() -> None:
+    whole, share = IN * OUT, IN * OUT // 2
+    clips: dict[str, Any] = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    bf16 = {**clips, "bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
+    three = {**bf16, "gradient_accumulation_steps": 3}
+    cases = [
+        (COPY, "bfloat16", 1, bf16, 4 * whole),  # into the bucket
+        (SCAN, "bfloat16", 1, bf16, 0),  # nothing looks for numbers that are not finite
+        (SCAN, "bfloat16", 1, clips, 2 * whole),
+        (NORM, "float32", 1, bf16, 0),
+        (NORM, "float32", 1, clips, 4 * share),  # of this rank's slice
+        (NORM, "float32", 0, clips, 4 * whole),
+        (CAST, "float32", 1, three, 6 * whole),  # the first micro-batch
+        (MIXED, "float32", 1, three, 2 * 10 * whole),  # read, add and write the others
+        (ACCUMULATE, "float32", 2, three, 2 * 12 * share),  # averaged slices of micro-batches
+        (CAST, "bfloat16", 0, bf16, 6 * whole),  # to average in 16 bits what replicas have
+    ]
+    for kind, dtype, stage, more, size in cases:
+        time = planned(stage, only(kind, dtype), inputs=[torch.empty(1, IN, device="meta")], **more).step_time
+        assert time is not None
+        found = time.update if kind == NORM else time.reduce + time.gather
+        numbers = 2 * 8 * 13 * (kind == ACCUMULATE)  # that ranks exchange before a step
+        assert found == pytest.approx(size + numbers, abs=1e-6), (kind, dtype, stage, more)
+
+
+def test_ranks_wait_for_the_slowest_and_each_pass_has_a_fixed_time() -> None:
+    plain = planned(1).step_time
+    waiting = planned(1, machine(waiting=0.5)).step_time
+    slow = planned(1, machine(operations={"forward": [3.0, 0.0], "backward": [5.0, 0.0]})).step_time
+    assert plain is not None and waiting is not None and slow is not None
+    assert waiting.waiting == pytest.approx(0.5 * (plain.forward + plain.backward + plain.update))
+    assert waiting.total == pytest.approx(plain.total + waiting.waiting)
+    assert slow.forward == pytest.approx(plain.forward + 3) and slow.backward == plain.backward + 5
 
 
 def test_tokens_per_second_count_all_ranks() -> None:
@@ -238,6 +295,38 @@ def test_a_wrong_machine_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         plan(One(), config(1), 2, machine=path)
     with pytest.raises(PlanError, match=r"--out: .* cannot be written"):
         machine().write(tmp_path)
+
+
+def of_kind(kind: str) -> set[str]:
+    return {each.name for each in fields(MachineRates) if each.metadata["kind"] == kind}
+
+
+def test_every_fact_of_a_machine_file_is_compared() -> None:
+    every = [of_kind(kind) for kind in (FACT, CAPTION, RATE, ENVELOPE)]
+    assert set.union(*every) == {each.name for each in fields(MachineRates)}
+    assert of_kind(CAPTION) == {"date"}, "a caption is compared with nothing: may it differ silently?"
+    assert of_kind(FACT) == machine_facts("cpu", 2).keys()
+    good = planned(1).step_time
+    assert planned(1, machine(date="long ago")).step_time == good
+    for name in of_kind(FACT):
+        value = getattr(machine(), name)
+        other = value + 1 if isinstance(value, int) else f"{value}?"
+        with pytest.raises(PlanError, match="the rates were measured") as raised:
+            planned(1, machine(**{name: other}))
+        assert str(other) in str(raised.value) and str(value) in str(raised.value), name
+    with pytest.raises(PlanError, match=r"with torch 1\.0, .*; on an abacus, .* Measure here: torchrun"):
+        planned(1, machine(torch="1.0", cpu="an abacus"))
+
+
+def test_a_plan_has_the_threads_that_torchrun_gives_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert threads_of_a_rank(2) == 1 and threads_of_a_rank(1) == torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of_a_rank(2) == 3
+    monkeypatch.setenv("RANK", "0")
+    assert threads_of_a_rank(2) == torch.get_num_threads()
 
 
 def test_the_command_shows_the_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

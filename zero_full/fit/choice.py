@@ -1,14 +1,17 @@
-"""Choose the lowest stage that fits, with the reasons why others do not."""
+"""Choose the lowest stage that fits, or the fastest one, with the reasons why others do not fit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
 from zero_full.errors import FitError
 from zero_full.fit.activation_estimate import Batch, with_loss
 from zero_full.fit.hf_config import Shape, key_of
 from zero_full.fit.mesh import as_pipeline, cut_for_tensor, with_activations
-from zero_full.plan import Plan, human, plan
+from zero_full.fit.model_operations import operations_of
+from zero_full.plan import MachineRates, ModelWork, Plan, human, plan, read_rates
 
 HOST, FILE = "cpu", "nvme"
 STATE = "offload_optimizer"
@@ -41,12 +44,23 @@ class Machine:
     """A cluster of equal hosts. Sizes are in bytes; None: unknown, so nothing is offloaded to it."""
 
     hosts: int
-    gpus: int  # per host
+    gpus: int  # per host; of ranks, if they are on CPUs
     memory: int  # per GPU
     host_memory: int | None = None  # per host
     disk: int | None = None  # per host
     tensor: int = 1  # ranks that hold parts of the same matrices
     pipe: int = 1  # ranks that hold different layers
+    device: str = "cuda"  # "cpu": each rank is a process without a GPU
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are on CPUs, in the host's memory."""
+        return self.device == "cpu"
+
+    @property
+    def unit(self) -> str:
+        """The place of a rank's memory, as text."""
+        return "CPU rank" if self.is_cpu else "GPU"
 
     @property
     def world(self) -> int:
@@ -112,11 +126,26 @@ class Fit:
     chosen: Candidate | None
 
 
-def fit(shape: Shape, machine: Machine, run: Run, report: Callable[[str], None] = lambda text: None) -> Fit:
+def fit(
+    shape: Shape,
+    machine: Machine,
+    run: Run,
+    report: Callable[[str], None] = lambda text: None,
+    *,
+    rates: str | Path | MachineRates | None = None,
+    fastest: bool = False,
+    work: ModelWork | None = None,
+) -> Fit:
     """Try all stages without offloading, then offloading until a candidate fits that is not tight.
 
-    `report` is called with a text before each plan, which takes seconds for a large model.
+    report   called with a text before each plan, which takes seconds for a large model
+    rates    the file of `doctor --measure --out` or its rates, to forecast the time of each candidate's step
+    fastest  try all candidates, order them by the forecast time, and choose the fastest that fits
+    work     the operations of a micro-batch; None: those of transformers' model, if it is installed
     """
+    rates = read_rates(rates) if isinstance(rates, str | Path) else rates
+    if fastest and rates is None:
+        raise FitError("--fastest compares forecast times: pass a machine file, --machine")
     positions = shape.sizes.get("positions", run.batch.context)
     if run.batch.context > positions:
         key = key_of(shape.family, "positions")
@@ -128,20 +157,60 @@ def fit(shape: Shape, machine: Machine, run: Run, report: Callable[[str], None] 
     tried: list[Candidate] = []
     parameter_bytes = PRECISIONS[run.precision][1]
     left = with_loss(shape, run.batch, parameter_bytes) if machine.tensor == 1 else None  # measured uncut
+    not_forecast = "" if rates is None else _not_forecast(machine, rates)
+    if rates is not None and not not_forecast:
+        report("recording the operations of the model ...")
+        work = work or operations_of(shape, run.batch, run.config(0, ""), machine.data)
+    given: dict[str, Any] = {
+        "device": machine.device,
+        "tensor": machine.tensor if machine.tensor > 1 else None,
+    }
+    if not not_forecast:
+        given |= {"machine": rates, "work": work}
     for stage, place in attempts(machine):
-        if place and _best(tried) is not None:
+        if place and _best(tried) is not None and not fastest:
             break
         config = run.config(stage, place)
         report(f"planning {name_of(config)} ...")
-        made = plan(model, config, machine.data, tensor=machine.tensor if machine.tensor > 1 else None)
+        made = plan(model, config, machine.data, **given)
         if machine.pipe > 1:
             made = with_activations(shape, run.batch, run.micro_batches, parameter_bytes, made)
         else:
             made = replace(made, activations=left)
+        made = replace(made, not_forecast=made.not_forecast or not_forecast)
         tried.append(Candidate(config, made, *_verdict_of(made, machine)))
+    if fastest:
+        tried = _by_time(tried)
     best = _best(tried)
     tight = next((each for each in tried if each.verdict == "tight"), None)
     return Fit(tuple(tried), best or tight)
+
+
+def _not_forecast(machine: Machine, rates: MachineRates) -> str:
+    """Return the reason why no candidate's time is forecast on this machine; empty: it may be."""
+    if rates.device != machine.device:
+        return (
+            f"the rates were measured on device {rates.device}, and the run is on {machine.device}, for "
+            "which there are none"
+        )
+    if machine.hosts > 1:
+        return "messages between hosts are not measured"
+    if machine.pipe > 1:
+        return "the layers of a pipeline are written by hand, so their operations are unknown"
+    return ""
+
+
+def _by_time(tried: Sequence[Candidate]) -> list[Candidate]:
+    """Order candidates by their forecast time, those without one last.
+
+    Raises FitError if candidates fit and none of them has a forecast.
+    """
+    fits = [each for each in tried if each.verdict != "no"]
+    if fits and all(each.plan.step_time is None for each in fits):
+        raise FitError(
+            f"--fastest: {fits[0].name} fits, and its time is not forecast: {fits[0].plan.not_forecast}"
+        )
+    return sorted(tried, key=lambda each: inf if each.plan.step_time is None else each.plan.step_time.total)
 
 
 def _check_mesh(machine: Machine, run: Run) -> None:
@@ -150,7 +219,9 @@ def _check_mesh(machine: Machine, run: Run) -> None:
         raise FitError("--tensor and --pipe: layers that are split are not supported inside a pipeline stage")
     for option, ranks in (("--tensor", machine.tensor), ("--pipe", machine.pipe)):
         if machine.world % ranks:
-            raise FitError(f"{option}: {machine.world} GPUs cannot be divided into groups of {ranks}")
+            raise FitError(
+                f"{option}: {machine.world} {machine.unit}s cannot be divided into groups of {ranks}"
+            )
     if run.micro_batches < machine.pipe:
         raise FitError(
             f"--micro-batches: 1F1B needs at least as many micro-batches as --pipe, {machine.pipe}, not "
@@ -172,9 +243,10 @@ def _best(tried: Sequence[Candidate]) -> Candidate | None:
 
 def _verdict_of(made: Plan, machine: Machine) -> tuple[str, str]:
     """Return the verdict and the reason."""
-    places = [("on the GPU", made.peak, machine.memory)]
-    if made.host:
-        places.append(("on the host", machine.gpus * made.host, machine.host_memory or 0))
+    places = [(f"on the {machine.unit}", made.peak, machine.memory)]
+    on_host = made.host + (made.peak if machine.is_cpu else 0)
+    if made.host or (machine.is_cpu and machine.host_memory is not None):
+        places.append(("on the host", machine.gpus * on_host, machine.host_memory or 0))
     if made.disk:
         places.append(("on the disk", machine.gpus * made.disk, machine.disk or 0))
     over = [f"{human(size - room)} too much {place}" for place, size, room in places if size > room]
@@ -187,7 +259,7 @@ def _verdict_of(made: Plan, machine: Machine) -> tuple[str, str]:
     ]
     if tight:
         return "tight", " and ".join(tight)
-    left = f"{human(machine.memory - made.peak)} left on the GPU"
+    left = f"{human(machine.memory - made.peak)} left on the {machine.unit}"
     if made.activations is None:
         return "perhaps", f"{left} for activations, which are not known"
     return "yes", left

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from zero_full.fit.mesh import HEADS, cut_for_tensor
 from zero_full.formatting import INDENT, terminal_width
 from zero_full.plan import human
 from zero_full.plan.bars import Bars, Style
+from zero_full.plan.result import rate_cell, time_cell, time_numbers
 from zero_full.progress import StatusLine
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
@@ -28,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     batch = Batch(options.sequences, options.context, options.checkpointing)
     run = Run(batch, options.micro_batches, options.precision)
     with StatusLine(sys.stderr) as line:
-        found = fit(shape, machine, run, line.show)
+        found = fit(shape, machine, run, line.show, rates=options.machine, fastest=options.fastest)
     if options.json:
         print("\n".join(json.dumps(_as_dict(each, found)) for each in found.candidates))
     else:
@@ -43,12 +45,15 @@ def main(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace) -> Machine:
     if options.world % options.hosts:
-        raise FitError(f"--world: {options.world} GPUs cannot be divided equally among {options.hosts} hosts")
+        unit = Machine(1, 1, 0, device=options.device).unit
+        raise FitError(
+            f"--world: {options.world} {unit}s cannot be divided equally among {options.hosts} hosts"
+        )
     names = ("memory", "host_memory", "disk")
     memory, host_memory, disk = (_size(name, getattr(options, name)) for name in names)
     assert memory is not None
     gpus, mesh = options.world // options.hosts, (options.tensor, options.pipe)
-    return Machine(options.hosts, gpus, memory, host_memory, disk, *mesh)
+    return Machine(options.hosts, gpus, memory, host_memory, disk, *mesh, options.device)
 
 
 def _size(name: str, text: str | None) -> int | None:
@@ -62,7 +67,11 @@ def _as_dict(candidate: Candidate, found: Fit) -> dict[str, object]:
         "reason": candidate.reason,
         "chosen": candidate is found.chosen,
         "config": candidate.config,
-        "plan": {**asdict(candidate.plan), "peak": candidate.plan.peak},
+        "plan": {
+            **asdict(candidate.plan),
+            "peak": candidate.plan.peak,
+            "step_time": time_numbers(candidate.plan.step_time),
+        },
     }
 
 
@@ -71,7 +80,8 @@ def _lines(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str
     yield f"{shape.family.model}, {numel:,} parameters"
     yield from (f"  {note}" for note in shape.notes)
     hosts = "1 host" if machine.hosts == 1 else f"{machine.hosts} hosts"
-    yield f"{machine.world:,} GPUs of {human(machine.memory)} on {hosts}; {PRECISIONS[run.precision][0]}"
+    ranks = f"{machine.world:,} {machine.unit}s of {human(machine.memory)} on {hosts}"
+    yield f"{ranks}; {PRECISIONS[run.precision][0]}"
     if machine.tensor > 1:
         yield f"{machine.data:,} data ranks x {machine.tensor:,} tensor ranks"
     if machine.pipe > 1:
@@ -84,14 +94,23 @@ def _lines(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[str
     yield ""
     width = terminal_width()
     plans = [each.plan for each in found.candidates]
-    bars = Bars(plans, width - INDENT, Style.of(sys.stdout), machine.memory)
+    bars = Bars(plans, width - INDENT, Style.of(sys.stdout), machine.memory, machine.unit)
     for each in found.candidates:
         mark = ">" if each is found.chosen else " "
         peak = human(each.plan.peak) + (" + activations" if each.plan.activations is None else "")
         yield f"{mark} {each.name}: {each.verdict}, peak {peak}"
         yield f"    {each.reason}"
+        if (time := each.plan.step_time) is not None:
+            rate = rate_cell(time)
+            yield f"    step, a forecast: {time_cell(time)}" + (
+                f"; tokens/s, all ranks: {rate}" if rate else ""
+            )
         yield f"    {bars.bar(each.plan)}"
     yield from bars.legend(width)
+    for reason in dict.fromkeys(each.plan.not_forecast for each in found.candidates):
+        if reason:
+            names = [each.name for each in found.candidates if each.plan.not_forecast == reason]
+            yield from textwrap.wrap(f"time not forecast at {'; '.join(names)}: {reason}", width)
     yield ""
     yield from _answer(shape, machine, run, found)
 
@@ -176,7 +195,7 @@ def _cut_lines(shape: Shape, run: Run, machine: Machine, auto: str, dtype: str) 
         "",
         'MESH = ("data", "tensor")',
         "zero_full.init_distributed()",
-        "device = torch.accelerator.current_accelerator().type",
+        'device = "cpu"' if machine.is_cpu else "device = torch.accelerator.current_accelerator().type",
         f"mesh = init_device_mesh(device, ({machine.data}, {machine.tensor}), mesh_dim_names=MESH)",
         'config = AutoConfig.from_pretrained("config.json")',
         "torch.manual_seed(0)  # tensor ranks need equal values",

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Shape:
     family: Family
     sizes: Sizes
     notes: tuple[str, ...]  # defaults of transformers that were used for missing keys
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the whole file
 
     def model(self) -> nn.Module:
         """Make transformers' modules and parameters on the meta device. They cannot be called."""
@@ -102,7 +103,7 @@ def shape_of(config: Any) -> Shape:
         raise FitError(
             f"{key_of(family, 'layers')}: {sizes['layers']:,} layers exceed the limit of {MOST_LAYERS:,}"
         )
-    return Shape(family, sizes, tuple(notes))
+    return Shape(family, sizes, tuple(notes), config)
 
 
 def _family(config: Mapping[str, Any]) -> Family:

@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
     if is_first:
         rates.write(options.out)
         seconds = time.perf_counter() - begin
-        print(f"{options.out}: {rates.machine}, {rates.ranks} ranks, measured in {seconds:.0f} s")
+        print(f"{options.out}: {rates.machine}, measured in {seconds:.0f} s")
     if group is not None:
         dist.destroy_process_group()
     return 0

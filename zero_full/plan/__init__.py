@@ -36,21 +36,29 @@ and a loss that is computed outside the model.
 from zero_full.errors import PlanError
 from zero_full.formatting import SCALES, human
 from zero_full.plan.activations import activations
+from zero_full.plan.forecast import ModelWork
+from zero_full.plan.machine_file import MachineRates, read_rates
 from zero_full.plan.plan_command import input_of, main, model_of
-from zero_full.plan.planning import STAGES, plan, plan_stages
+from zero_full.plan.planning import STAGES, model_work, plan, plan_stages
 from zero_full.plan.result import Plan, side_by_side
+from zero_full.plan.work import WorkRecorder
 
 __all__ = [
     "SCALES",
     "STAGES",
+    "MachineRates",
+    "ModelWork",
     "Plan",
     "PlanError",
+    "WorkRecorder",
     "activations",
     "human",
     "input_of",
     "main",
     "model_of",
+    "model_work",
     "plan",
     "plan_stages",
+    "read_rates",
     "side_by_side",
 ]

@@ -105,6 +105,8 @@ class _Pass(nn.Module):
             try:
                 torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
             except Exception:  # of a function that needs values, for one: the plan is an upper bound
+                if self.recorder is not None:
+                    self.recorder.work.unknown.add("a backward that fails without values")
                 return
             self.tracker.mark(BACKWARD)
             self.succeeded = True

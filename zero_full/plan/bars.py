@@ -49,10 +49,12 @@ class Style:
 
 
 class Bars:
-    """Bars on one scale, of at most `width` characters. `limit`: the memory of a device, to be marked."""
+    """Bars on one scale, of at most `width` characters. `limit`: the memory of a `unit`, to be marked."""
 
-    def __init__(self, plans: Sequence[Plan], width: int, style: Style, limit: int | None = None) -> None:
-        self.width, self.style, self.limit = max(SHORTEST, width), style, limit
+    def __init__(
+        self, plans: Sequence[Plan], width: int, style: Style, limit: int | None = None, unit: str = "GPU"
+    ) -> None:
+        self.width, self.style, self.limit, self.unit = max(SHORTEST, width), style, limit, unit
         largest = max([plan.peak for plan in plans], default=0)
         if limit is not None:
             largest = min(max(largest, limit), round(BEYOND * limit))
@@ -79,7 +81,7 @@ class Bars:
         """Yield the lines that explain the characters."""
         names = [f"{character} {kind}" for character, kind in zip(self.style.characters, KINDS, strict=True)]
         if self.limit is not None:
-            names.append(f"{LIMIT} {human(self.limit)}, the memory of a GPU")
+            names.append(f"{LIMIT} {human(self.limit)}, the memory of a {self.unit}")
         yield from (self.style.draw(line) for line in flowed(names, columns))
 
 

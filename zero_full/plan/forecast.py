@@ -16,17 +16,27 @@ SHARED, MESSAGES, NATIVE = "shared memory", "exchange", "native"  # names of tra
 
 
 @dataclass(frozen=True)
+class ModelWork:
+    """The operations of a micro-batch of a model, or the reason why they are unknown."""
+
+    recorder: WorkRecorder
+    inputs: Sequence[Any]
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """What all plans of a model share: the machine, the model's work and its inputs."""
+    """What all plans of a model share: the machine, and the model's work."""
 
     rates: MachineRates
-    of_model: WorkRecorder
-    inputs: Sequence[Any]
+    of_model: ModelWork
 
     def of(self, simulated: Simulation) -> dict[str, Any]:
         """Return the fields of a plan: `step_time`, or `not_forecast` with the reason."""
         try:
-            if not self.inputs:
+            if self.of_model.unknown:
+                raise NotForecastError(self.of_model.unknown)
+            if not self.of_model.inputs:
                 raise NotForecastError("without a batch of inputs the model's operations are unknown")
             return {"step_time": self.step_time(simulated)}
         except NotForecastError as error:
@@ -36,7 +46,7 @@ class Forecast:
         """Return the forecast. Raises NotForecastError."""
         settings, count = simulated.optimizer.settings, simulated.config.gradient_accumulation_steps
         check_features(simulated)
-        parts, tokens = self.of_model.parts, tokens_of(self.inputs)
+        parts, tokens = self.of_model.recorder.parts, tokens_of(self.of_model.inputs)
         runtime = simulated.runtime_work()
         check_update(simulated, runtime)
         work = StepWork(

@@ -2,44 +2,69 @@
 
 All times are seconds of one rank while every rank of the machine does the same. A list of points has sizes
 and seconds; seconds between two points are interpolated in the logarithm of both.
+
+[Note: facts] Each entry of the file is a rate, a caption, or a fact. Rates depend on the facts, which must be
+those of the machine and run that are planned: else the forecast would silently be another machine's. Captions
+are for readers only.
 """
 
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from zero_full.errors import PlanError
+from zero_full.plan.machine_facts import machine_facts
 
 FORMAT = "zero_full machine rates"
-VERSION = 1
+VERSION = 2
 AGAIN = "Measure again: python -m zero_full doctor --measure --out {}"
 Points = Sequence[Sequence[float]]  # sizes, and the seconds last
+FACT, CAPTION, RATE, ENVELOPE = "fact", "caption", "rate", "envelope"  # kinds of entries: see [Note: facts]
+
+
+def _entry(kind: str, differs: str = "") -> Any:
+    """Describe an entry of the file. `differs`: of a fact, words for an error, with the two values."""
+    return field(metadata={"kind": kind, "differs": differs})
 
 
 @dataclass(frozen=True)
 class MachineRates:
     """What a step is forecast from: see `measure/rates.py` for how each was measured."""
 
-    date: str
-    machine: str  # in words
-    device: str  # "cpu" or "cuda"
-    ranks: int  # that measured at once
-    torch: str
-    products: Mapping[str, Points]  # by dtype and layout: rows, inner size, columns, seconds
-    attention: Mapping[str, Points]  # by dtype and direction: tokens, seconds of one head of `HEAD` elements
-    passes: Mapping[str, Points]  # by kind and dtype: bytes read and written by an operation, seconds
-    collectives: Mapping[str, Points]  # by transport, kind and dtype: bytes of the whole buffer, seconds
-    adam: Mapping[str, float]  # by dtypes of master, gradient and copy: seconds of an element
-    operations: Mapping[str, float]  # by direction: seconds of an operation besides its work
+    date: str = _entry(CAPTION)
+    device: str = _entry(FACT, "on device {}, and the plan is for {}")
+    ranks: int = _entry(FACT, "by {} ranks at once, and the plan has {}")
+    threads: int = _entry(FACT, "with {} threads a rank, and a rank of the plan has {} (OMP_NUM_THREADS)")
+    torch: str = _entry(FACT, "with torch {}, and this is torch {}")
+    cpu: str = _entry(FACT, "on {}, and this machine is {}")
+    cpus: int = _entry(FACT, "on {} CPUs, and this machine has {}")
+    instructions: str = _entry(FACT, "with instructions {}, and torch has {} here")
+    operators: str = _entry(FACT, "with {} operators, and they are {} here (python -m zero_full build)")
+    products: Mapping[str, Points] = _entry(RATE)  # by dtype and layout: rows, inner size, columns, seconds
+    # By dtype and direction: tokens, and seconds of one head of `HEAD` elements.
+    attention: Mapping[str, Points] = _entry(RATE)
+    passes: Mapping[str, Points] = _entry(RATE)  # by kind and dtype: bytes read and written, seconds
+    # By transport, kind and dtype: bytes of the whole buffer, seconds.
+    collectives: Mapping[str, Points] = _entry(RATE)
+    adam: Mapping[str, float] = _entry(RATE)  # by dtypes of master, gradient, copy: seconds of an element
+    # By direction: seconds of a pass, and of each of its operations, besides their work.
+    operations: Mapping[str, Sequence[float]] = _entry(RATE)
     # By stage: seconds in Python of a step, and of each parameter. "pipeline": of a step and each operation.
-    runtime: Mapping[str, Sequence[float]]
-    hidden: float  # share of a collective that disappears behind computation with overlap_comm
-    format: str = FORMAT
-    version: int = VERSION
+    runtime: Mapping[str, Sequence[float]] = _entry(RATE)
+    hidden: float = _entry(RATE)  # share of a collective that disappears behind computation with overlap_comm
+    waiting: float = _entry(RATE)  # share of computation by which the slowest rank is later than the mean
+    format: str = field(default=FORMAT, metadata={"kind": ENVELOPE})
+    version: int = field(default=VERSION, metadata={"kind": ENVELOPE})
+
+    @property
+    def machine(self) -> str:
+        """The machine in words."""
+        return f"{self.cpu}, {self.cpus} CPUs, {self.ranks} ranks with {self.threads} threads"
 
     def write(self, path: str | Path) -> None:
         """Write the rates as JSON."""
@@ -72,18 +97,24 @@ def read_rates(path: str | Path) -> MachineRates:
 
 
 def check_rates(rates: MachineRates, device: str, ranks: int) -> None:
-    """Raise PlanError if the rates were measured for another device type or number of ranks."""
-    if rates.device != device:
-        raise PlanError(
-            f"--machine: the rates were measured on device {rates.device}, and the plan is for {device}. "
-            f"Pass --device {rates.device}, or measure on {device}"
-        )
-    if rates.ranks != ranks:
-        raise PlanError(
-            f"--machine: the rates were measured by {rates.ranks} ranks at once, and the plan has {ranks}, "
-            "which share the machine's cores and memory in another way. Measure with as many: torchrun "
-            f"--nproc-per-node {ranks} -m zero_full doctor --measure --out machine.json"
-        )
+    """Raise PlanError if a fact of the file is not that of this machine and run: see [Note: facts]."""
+    here = machine_facts(device, ranks)
+    facts = (each for each in fields(MachineRates) if each.metadata["kind"] == FACT)
+    differ = {
+        each.name: each.metadata["differs"].format(getattr(rates, each.name), here[each.name])
+        for each in facts
+        if getattr(rates, each.name) != here[each.name]
+    }
+    if not differ:
+        return
+    measure = "python -m zero_full doctor --measure --out machine.json"
+    if ranks > 1:
+        measure = f"torchrun --nproc-per-node {ranks} -m {measure.removeprefix('python -m ')}"
+    remedy = f"Pass --device {rates.device}" if "device" in differ else f"Measure here: {measure}"
+    raise PlanError(
+        f"--machine: the rates were measured {'; '.join(differ.values())}. The forecast would be that of "
+        f"another machine or run. {remedy}"
+    )
 
 
 def seconds_at(points: Points, *sizes: float) -> float:

@@ -1,11 +1,13 @@
 """Forecast the time of a pipeline's step: each operation takes its stage's seconds, in the schedule's order.
 
 A stage waits for a tensor from another rank, which takes the measured seconds of a message of its bytes. The
-runtime's Python is that of a tiny pipeline: see [Note: what is left] in `measure/rates.py`.
+runtime's Python is that of a small pipeline, and that of each parameter at stage 1: see [Note: what is left]
+in `measure/rates.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zero_full.pipeline.module import PipelineModule
 from zero_full.pipeline.schedules import KINDS
@@ -46,28 +48,39 @@ class PipelineForecast(Forecast):
                 check_known(work)
         orders = operations(schedule, module, count)
         mine = orders[module.place]
-        busy = sum(map(self.takes, mine))
-        idle = busy / (1 - idle_shares(orders, self.takes)[module.place]) - busy
         runtime = simulated.runtime_work()
         check_update(simulated, runtime)
         moved = moved_seconds(runtime, rates, transport_of(simulated))
+        parameters = sum(len(group.members) for group in simulated.optimizer.trained)
+        of_gradients = rates.runtime["1"][1] * parameters  # hooks of a micro-batch
+        takes = partial(self.takes, of_backward=of_gradients + moved.reduce / count)
+        busy = sum(map(takes, mine))
+        idle = busy / (1 - idle_shares(orders, takes)[module.place]) - busy
         of_step, of_operation = rates.runtime[RUNTIME]
-        tokens = tokens_of(self.inputs)
+        tokens = tokens_of(self.of_model.inputs)
+        forward, backward = (
+            sum(self.computes(each) for each in mine if each.kind == kind) for kind in (FORWARD, BACKWARD)
+        )
         return StepTime(
-            forward=sum(self.computes(each) for each in mine if each.kind == FORWARD),
-            backward=sum(self.computes(each) for each in mine if each.kind == BACKWARD),
+            forward=forward,
+            backward=backward,
             reduce=moved.reduce,
             gather=moved.gather,
             update=moved.update,
-            runtime=of_step + of_operation * len(mine),
+            runtime=of_step + of_operation * len(mine) + of_gradients * count,
             messages=sum(map(self.waits, mine)),
             idle=idle,
+            waiting=rates.waiting * (forward + backward + moved.update),
             tokens=None if tokens is None else tokens * count,
         )
 
-    def takes(self, operation: Operation) -> float:
-        """Return the seconds of an operation from the arrival of what it needs, with its message."""
-        return self.computes(operation) + self.waits(operation) + self.rates.runtime[RUNTIME][1]
+    def takes(self, operation: Operation, of_backward: float) -> float:
+        """Return the seconds of an operation from the arrival of what it needs, with its message.
+
+        `of_backward`: seconds of what the runtime does with the gradients of a micro-batch.
+        """
+        more = of_backward if operation.kind == BACKWARD else 0.0
+        return self.computes(operation) + self.waits(operation) + self.rates.runtime[RUNTIME][1] + more
 
     def computes(self, operation: Operation) -> float:
         """Return the seconds of a stage's layers."""

@@ -18,7 +18,7 @@ from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.pipeline.module import PipelineModule
 from zero_full.plan.activations import PassBytes, pass_bytes
-from zero_full.plan.forecast import Forecast
+from zero_full.plan.forecast import Forecast, ModelWork
 from zero_full.plan.machine_file import MachineRates, check_rates, read_rates
 from zero_full.plan.result import Plan
 from zero_full.plan.simulation import Cluster, Simulation
@@ -43,14 +43,24 @@ def plan(
     tensor: int | None = None,
     pipe: int | None = None,
     machine: str | Path | MachineRates | None = None,
+    work: ModelWork | None = None,
 ) -> Plan:
     """Predict the memory of the largest of `world` data-parallel ranks. Arguments are those of `plan_stages`.
 
-    Without inputs, activations are unknown.
+    Without inputs, activations are unknown. `work`: the operations to forecast, of a model that cannot be
+    called, such as `fit` makes.
     """
     cluster = Cluster(world, expert_parallel, device, tensor)
-    [made] = _plans(model, config, cluster, inputs, pipe, None, machine)
+    [made] = _plans(model, config, cluster, inputs, pipe, None, machine, work)
     return made
+
+
+def model_work(model: nn.Module, config: Any, world: int, inputs: Sequence[Any]) -> ModelWork:
+    """Record the operations of a micro-batch of this model, for `plan`."""
+    recorder = WorkRecorder()
+    dtypes = settings_of(_resolved(config, world).config).dtypes.for_model(model)
+    pass_bytes(model, inputs, dtypes, recorder=recorder)
+    return ModelWork(recorder, inputs)
 
 
 def plan_stages(
@@ -91,6 +101,7 @@ def _plans(
     pipe: int | None,
     stages: Sequence[int] | None,
     machine: str | Path | MachineRates | None,
+    work: ModelWork | None = None,
 ) -> list[Plan]:
     """Make a plan for each of `stages` that the optimizer and the model support; None: for the config's."""
     rates = read_rates(machine) if isinstance(machine, str | Path) else machine
@@ -108,12 +119,13 @@ def _plans(
     if rates is not None:
         places = (pipe or model.num_stages) if isinstance(model, PipelineModule) else 1
         check_rates(rates, cluster.device, cluster.world * (cluster.tensor or 1) * places)
+    of_model = work or ModelWork(WorkRecorder(), inputs)
     if isinstance(model, PipelineModule):
         return [
-            _plan_pipeline(model, each, cluster, inputs, pipe, rates)
+            _plan_pipeline(model, each, cluster, of_model, pipe, rates)
             for each in _at(resolved, stages, highest=1)
         ]
-    forecast = None if rates is None else Forecast(rates, WorkRecorder(), inputs)
+    forecast = None if rates is None else Forecast(rates, of_model)
     model_pass = _model_pass(model, resolved.config, inputs, forecast)
     saved = model_pass.saved if inputs else None
     return [
@@ -131,7 +143,7 @@ def _plan_pipeline(
     model: PipelineModule,
     resolved: Resolved,
     cluster: Cluster,
-    inputs: Sequence[Any],
+    of_model: ModelWork,
     pipe: int | None,
     rates: MachineRates | None,
 ) -> Plan:
@@ -149,6 +161,7 @@ def _plan_pipeline(
         raise
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
+    inputs = () if of_model.unknown else of_model.inputs
     sizes = stages_of.stage_bytes(places, resolved.config, inputs, rates is not None) if inputs else []
     owned = (p.numel() for m in places for name, p in m.named_parameters() if not m.is_copy(name))
     numel, plans = sum(owned), []
@@ -157,7 +170,7 @@ def _plan_pipeline(
         seen_from = stages_of.PipelineCluster(**vars(cluster), module=module)
         forecast = None
         if rates is not None:
-            forecast = PipelineForecast(rates, WorkRecorder(), inputs, module, sizes)
+            forecast = PipelineForecast(rates, of_model, module, sizes)
         simulation = stages_of.PlaceSimulation
         made = _plan(module, resolved, seen_from, activation_bytes, UNKNOWN, simulation, forecast)
         plans.append(replace(made, numel=numel, received=received, pipeline=part))
@@ -280,4 +293,6 @@ def _model_pass(
     if not inputs:
         return UNKNOWN
     dtypes = settings_of(config).dtypes.for_model(model)
-    return pass_bytes(model, inputs, dtypes, recorder=None if forecast is None else forecast.of_model)
+    return pass_bytes(
+        model, inputs, dtypes, recorder=None if forecast is None else forecast.of_model.recorder
+    )

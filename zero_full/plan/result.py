@@ -180,8 +180,13 @@ def _with_sums(plan: Plan) -> dict[str, Any]:
     sums = {"between_steps": plan.between_steps, "peak": plan.peak}
     places = [_with_sums(place) for place in plan.places]
     known = plan.activations is not None
-    time = None if plan.step_time is None else plan.step_time.as_dict()
+    time = time_numbers(plan.step_time)
     return {**asdict(plan), **sums, "peak_has_activations": known, "places": places, "step_time": time}
+
+
+def time_numbers(time: StepTime | None) -> dict[str, Any] | None:
+    """Return a forecast for JSON."""
+    return None if time is None else time.as_dict()
 
 
 def _ranks(plan: Plan) -> str:

@@ -48,7 +48,7 @@ from zero_full.plan.fake_peers import FakePeers
 from zero_full.plan.memory_tracker import ARRIVING, MemoryTracker
 from zero_full.plan.meta_model import begin_pass, meta_copy_of
 from zero_full.plan.result import Phase
-from zero_full.plan.work import Work, WorkRecorder
+from zero_full.plan.work import NORM, MemoryPass, Work, WorkRecorder, dtype_name
 from zero_full.shard.access.held_bytes import bytes_behind
 from zero_full.shard.deal.dealer import Dealer, Drafts
 from zero_full.shard.deal.host_memory import Sizes, host_memory
@@ -125,6 +125,7 @@ class Simulation:
                     self.optimizer.zero_grad()
                 if recorder is not None:
                     recorder.parts.clear()
+                    recorder.checks_finite = self.optimizer.settings.needs_norm
                     self.traffic.listener = recorder
                 flats = self.optimizer.parts.flats
                 self.tracker.begin(flat.full for flat in flats if flat.released_at_rest)
@@ -353,7 +354,12 @@ class Simulation:
         assert self.recorder is not None
         parts, count = self.recorder.parts, self.config.gradient_accumulation_steps
         middle = parts["pass 1"].times(count - min(count, DISTINCT))  # those that were not simulated
-        return sum(parts.values(), Work()) + middle
+        work = sum(parts.values(), Work()) + middle
+        if self.optimizer.settings.needs_norm:  # of tensors without values it is not computed
+            for gradients in (group.gradients for group in self.optimizer.trained if not group.asleep):
+                size = gradients.layout.shard * gradients.accumulate.itemsize
+                work.items[MemoryPass(NORM, dtype_name(gradients.accumulate), size)] += 1
+        return work
 
     def _windows(self) -> int:
         """Return the bytes of shared-memory windows, if all ranks are on one host."""

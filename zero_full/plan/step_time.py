@@ -3,12 +3,13 @@
 [Note: the time of a step] A rank computes forward and backward, moves gradients and parameters, and updates
 its slices. Each part is a sum over its operations, at the measured seconds for their sizes:
 
-    forward, backward   matrix products, attention, passes over tensors, and a fixed time for each operation
+    forward, backward   matrix products, attention, passes over tensors; a fixed time of a pass and operation
     reduce, gather      the runtime's collectives, and its copies of gradients into buffers
-    update              the optimizer's step: seconds of an element in these dtypes
+    update              the optimizer's step: seconds of an element, and the gradients' norm if it is needed
     runtime             Python of the runtime: seconds of a step and of each parameter, at this stage
     messages            tensors that a pipeline's stage receives from others
-    idle                the time in which a pipeline's rank waits for others
+    idle                the time in which a pipeline's rank has nothing to compute
+    waiting             for the slowest rank: a share of what ranks compute
     hidden              the share of collectives within backward and forward that overlap_comm hides
 
 A feature without a measured rate is not forecast at all: `NotForecastError` says which.
@@ -21,6 +22,7 @@ from zero_full.plan.machine_file import MachineRates, seconds_at
 from zero_full.plan.work import (
     BACKWARD,
     FORWARD,
+    NORM,
     AdamStep,
     AttentionCall,
     Collective,
@@ -42,6 +44,7 @@ PARTS = {
     "runtime": "runtime, in Python",
     "messages": "messages between stages",
     "idle": "idle in the pipeline",
+    "waiting": "waiting for other ranks",
     "hidden": "hidden by overlap",
 }
 
@@ -62,6 +65,7 @@ class StepTime:
     runtime: float
     messages: float = 0.0
     idle: float = 0.0
+    waiting: float = 0.0
     hidden: float = 0.0  # to be subtracted
     tokens: int | None = None  # in a step of all ranks; None: the inputs have no tokens
 
@@ -69,7 +73,7 @@ class StepTime:
     def total(self) -> float:
         """Seconds of a step."""
         parts = (self.forward, self.backward, self.reduce, self.gather, self.update, self.runtime)
-        return sum(parts) + self.messages + self.idle - self.hidden
+        return sum(parts) + self.messages + self.idle + self.waiting - self.hidden
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -114,6 +118,7 @@ def step_time(work: StepWork, rates: MachineRates) -> StepTime:
         gather=moved.gather,
         update=moved.update,
         runtime=of_step + of_parameter * work.parameters * work.micro_batches,
+        waiting=rates.waiting * (forward + backward + moved.update),
         hidden=hides * min(moved.in_pass, forward + backward),
         tokens=work.tokens,
     )
@@ -142,7 +147,7 @@ def moved_seconds(work: Work, rates: MachineRates, transport: str) -> RuntimeSec
         if not isinstance(item, Collective | MemoryPass | AdamStep):
             continue
         seconds = count * _seconds(item, rates, transport)
-        if isinstance(item, AdamStep):
+        if isinstance(item, AdamStep) or (isinstance(item, MemoryPass) and item.kind == NORM):
             update += seconds
         elif isinstance(item, Collective) and item.kind == "all_gather":
             gather += seconds
@@ -160,7 +165,8 @@ def operations_seconds(work: Work, rates: MachineRates) -> float:
 
 def pass_seconds(work: Work, rates: MachineRates, direction: str) -> float:
     """Return the seconds of the model's operations in one direction of a pass."""
-    return operations_seconds(work, rates) + work.operations * rates.operations[direction]
+    of_pass, of_operation = rates.operations[direction]
+    return operations_seconds(work, rates) + of_pass + work.operations * of_operation
 
 
 def _seconds(item: Item, rates: MachineRates, transport: str) -> float:

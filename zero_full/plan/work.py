@@ -26,8 +26,12 @@ ATTENTION = "scaled_dot_product"
 UNKNOWN = ("convolution", "_fft", "linalg", "cdist", "grid_sampler", "lstm", "gru", "rnn", "sort", "topk")
 # Operations that read only the rows of a table that they return.
 GATHERS = ("embedding.default", "index_select.default", "gather.default", "index.Tensor")
-# Kinds of passes over memory. "mixed": a copy or sum of two types.
-SUM, FUNCTION, COPY, SCAN, MIXED = "sum", "function", "copy", "scan", "mixed"
+# Kinds of passes over memory. "sum" and "function": of activations, which are used at once. The others are of
+# large buffers. "cast": a copy into another type. "mixed": a sum into another type.
+SUM, FUNCTION, COPY, CAST = "sum", "function", "copy", "cast"
+ACCUMULATE, MIXED, SCAN, NORM = "accumulate", "mixed", "scan", "norm"
+COPIES = ("copy_.default", "_to_copy.default", "clone.default")
+WRITES_ONLY = ("copy_", "zero_", "fill_")  # in-place operations that do not read what they overwrite
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -110,6 +114,7 @@ class WorkRecorder(TorchDispatchMode):
         """`of_runtime`: record the runtime's operations around a fake pass, and not the pass."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.of_runtime, self.in_pass, self.parts = of_runtime, True, defaultdict[str, Work](Work)
+        self.checks_finite = False  # the runtime looks for numbers that are not finite in gradients
         self.begin(FORWARD)
 
     def begin(self, part: str, in_pass: bool = True) -> None:
@@ -123,11 +128,11 @@ class WorkRecorder(TorchDispatchMode):
         whole = call.sent * size // shares
         dtype = call.by.transport.call[3]  # type: ignore[attr-defined]
         # Only a sum's time depends on the type of its elements.
-        name = _name(dtype) if call.kind in SUMMING else "float32"
+        name = dtype_name(dtype) if call.kind in SUMMING else "float32"
         self.work.items[Collective(call.kind, name, whole, self.in_pass)] += 1
-        if call.kind in SUMMING and self.in_pass:
-            # The runtime looks for numbers that are not finite, which a plan's tensors cannot be.
-            self.work.items[MemoryPass(SCAN, "float32", whole)] += 1
+        if call.kind in SUMMING and self.in_pass and self.checks_finite:
+            # Recorded here, because the runtime does not scan a plan's tensors, which have no values.
+            self.work.items[MemoryPass(SCAN, name, whole)] += 1
         make()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,40 +156,52 @@ class WorkRecorder(TorchDispatchMode):
             self.work.unknown.add(str(func))
         elif given and not name.partition(".")[0].endswith("_like") and _moves_data(func):
             made = [local_of(t) for t in tensors_in(result) if t.dim()] if returns_new(func) else []
-            size = (
-                2 * sum(t.nbytes for t in made) if name in GATHERS else sum(t.nbytes for t in [*given, *made])
-            )
+            written = made or given[:1]
+            size = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
+            if name in GATHERS:
+                size = 2 * sum(t.nbytes for t in made)
+            elif not made and not name.startswith(WRITES_ONLY):
+                size += given[0].nbytes  # read, and written
             if size:
-                kind = FUNCTION if any(part in name for part in FUNCTIONS) else SUM
-                kind = COPY if self.of_runtime else kind
-                types = {_name(t.dtype) for t in [*given, *made] if t.is_floating_point()}
-                if len(types) > 1:
-                    self.work.items[MemoryPass(MIXED, "float32", size)] += 1
-                else:
-                    self.work.items[MemoryPass(kind, _name(given[0].dtype), size)] += 1
+                types = {dtype_name(t.dtype) for t in [*given, *made] if t.is_floating_point()}
+                kind = self._kind_of(name, is_mixed=len(types) > 1)
+                self.work.items[MemoryPass(kind, dtype_name(written[0].dtype), size)] += 1
+
+    def _kind_of(self, name: str, is_mixed: bool) -> str:
+        """Return the kind of an operation's pass over memory."""
+        if is_mixed and name in COPIES:
+            return CAST
+        if any(part in name for part in FUNCTIONS):
+            return FUNCTION
+        if is_mixed:
+            return MIXED
+        if self.of_runtime:
+            return COPY if name in COPIES or name.startswith(WRITES_ONLY) else ACCUMULATE
+        return SUM
 
     def _record_product(self, first: Tensor, second: Tensor) -> None:
         count = first.shape[0] if first.dim() == 3 else 1
         rows, inner, columns = *first.shape[-2:], second.shape[-1]
         layout = "tn" if _is_transposed(first) else "nt" if _is_transposed(second) else "nn"
-        made = MatrixProduct(_name(first.dtype), layout, rows, inner, columns, count)
+        made = MatrixProduct(dtype_name(first.dtype), layout, rows, inner, columns, count)
         self.work.items[made] += 1
 
     def _record_attention(self, args: Any, is_backward: bool) -> None:
         query = next(t for t in args if isinstance(t, Tensor) and t.dim() == 4)
         sequences, heads, tokens, width = query.shape
         direction = BACKWARD if is_backward else FORWARD
-        made = AttentionCall(_name(query.dtype), direction, sequences * heads, tokens, width)
+        made = AttentionCall(dtype_name(query.dtype), direction, sequences * heads, tokens, width)
         self.work.items[made] += 1
 
     def _record_adam(self, args: Any) -> None:
         masters, gradients, copies = args[0], args[1], args[5]
-        of_copies = _name(copies[0].dtype) if copies and isinstance(copies[0], Tensor) else "none"
-        dtypes = f"{_name(masters[0].dtype)} {_name(gradients[0].dtype)} {of_copies}"
+        of_copies = dtype_name(copies[0].dtype) if copies and isinstance(copies[0], Tensor) else "none"
+        dtypes = f"{dtype_name(masters[0].dtype)} {dtype_name(gradients[0].dtype)} {of_copies}"
         self.work.items[AdamStep(dtypes, sum(t.numel() for t in masters))] += 1
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in a machine file."""
     return str(dtype).removeprefix("torch.")
 
 
