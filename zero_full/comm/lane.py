@@ -175,6 +175,7 @@ class ThreadLane(_HostLane):
     def close(self) -> None:
         """End the thread after its queued jobs. A forked child does not wait: it has no such thread."""
         self.worker.shutdown(wait=os.getpid() == self.owner_pid)
+        self.last = None  # its error would keep what the job has used
 
 
 @dataclass

@@ -125,12 +125,12 @@ class BlockMemory(Generic[B]):
         return Write(block)
 
 
-def memory_for(state: int, numel: int, largest: int, state_numel: int) -> int:
-    """Return the bytes of memory for `state` bytes of `numel` elements, in parts of at most `largest` bytes.
+def memory_for(state_bytes: int, numel: int, largest_part: int, kept_numel: int) -> int:
+    """Return the bytes of memory for the state of `numel` elements.
 
-    It has room for `state_numel` elements, and at least for two parts.
+    It has room for the state of `kept_numel` of them, and at least for two parts of `largest_part` bytes.
     """
-    return min(state, max(2 * largest, whole_pages(state * state_numel // max(numel, 1))))
+    return min(state_bytes, max(2 * largest_part, whole_pages(state_bytes * kept_numel // max(numel, 1))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,11 +79,13 @@ def check_features(simulated: Simulation) -> None:
 
 
 def check_update(simulated: Simulation, runtime: Work) -> None:
-    """Raise NotForecastError unless the fused operator steps all of this rank's slices."""
+    """Raise NotForecastError unless the fused operator steps this rank's slices."""
     stepped = sum(item.numel * number for item, number in runtime.items.items() if isinstance(item, AdamStep))
     if not stepped:
         name = type(simulated.optimizer.base).__name__
-        raise NotForecastError(f"the step of {name} is not measured, only that of Adam and AdamW")
+        raise NotForecastError(
+            f"the step of {name}: only the compiled operators of Adam and AdamW are measured"
+        )
 
 
 def transport_of(simulated: Simulation) -> str:

@@ -246,7 +246,10 @@ class ZeroOptimizer(OptimizerProxy):
         self.unfinished.check("step")
         self.last = None
         self.calls += 1
+        is_alone = not self.unfinished.inside  # else the engine's step calls this one, and raises
         self.unfinished.run(self._step)
+        if self.last is None and is_alone:
+            self._warn_without_gradients()
         self._run_step_hooks(AFTER)
         return loss
 
@@ -267,12 +270,12 @@ class ZeroOptimizer(OptimizerProxy):
             self.finish_update()  # it writes the masters and state that this step's update begins from
         collected = self._collect()
         if collected is None:
-            return self._warn_without_gradients()  # like torch: no gradients, no step
+            return  # like torch: no gradients, no step
         agreed = self._agree(collected)
         if not agreed.used:
             if self.reducer.sent_zeros:
                 self.zero_grad()
-            return self._warn_without_gradients()
+            return
         decision = self._decide(agreed)
         early = EarlyGathers()
         if decision.applies:
