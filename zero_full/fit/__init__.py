@@ -7,7 +7,8 @@
 `families.txt` describes the supported model families. `hf_config.py` makes a model of that shape on the meta
 device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. `mesh.py` cuts the model for
 tensor parallelism or a pipeline. Only activations are estimated: see [Note: activations] in
-`activation_estimate.py`. Running the model itself would require transformers.
+`activation_estimate.py`. Running the model itself would require transformers, and does for the forecast of a
+step's time, whose operations are recorded from transformers' model (`model_operations.py`).
 """
 
 from zero_full.errors import FitError
