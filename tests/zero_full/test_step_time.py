@@ -253,7 +253,7 @@ def test_what_has_no_rate_is_not_forecast() -> None:
     cases = {
         "without a batch": planned(1, inputs=[]),
         "convolution": planned(1, model=conv, inputs=shape),
-        "only that of Adam": planned(1, optimizer="SGD"),
+        "only the compiled operators of Adam": planned(1, optimizer="SGD"),
         "several kinds of steps": planned(0, optimizer="OneBitAdam"),
         "NVMe": planned(1, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
         "matrix products in": planned(1, machine(products={})),
