@@ -7,7 +7,7 @@ makes the current stream wait instead. "Overlap" in this package means a lane ot
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -168,8 +168,8 @@ class ThreadLane(_HostLane):
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises none of their errors."""
-        if self.last is not None and os.getpid() == self.owner_pid:
-            wait([self.last])
+        if self.last is not None and not self.last.done() and os.getpid() == self.owner_pid:
+            self.worker.submit(lambda: None).result()
         self.last = None  # a job keeps its tensors
 
     def close(self) -> None:
