@@ -135,7 +135,7 @@ RUNS = [
 class SharedPool:
     """The ranks of the tests, which stay up, in the place of a benchmark's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 4) -> None:
         self.run = POOL.run
 
     def stop(self) -> None:
