@@ -20,7 +20,7 @@ from zero_full.comm.lane import Job, Pending, StreamLane
 from zero_full.offload.host_device_copies import HostGradientSlice
 from zero_full.offload.nvme_params import Buffer
 from zero_full.offload.param_store import HostParamSlice
-from zero_full.shard.group.checksum import fingerprint
+from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.master import Master
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import FlatParameters, GatherState
@@ -301,7 +301,7 @@ SYNCHRONIZE = SimEvent.synchronize
 def wait_for_no_copy(self: Master) -> None:
     """New parameters are used while they are on their way up."""
     if self.sending is not None:
-        self.sending, self.on_device = None, fingerprint(self.parameters.shard)
+        self.sending, self.synced_sums = None, column_sums(self.parameters.shard)
 
 
 def wait_unless_uploading(self: SimStream, other: SimStream) -> None:

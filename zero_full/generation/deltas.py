@@ -248,7 +248,7 @@ class Deltas:
     def _differences(
         self, name: str, old: Tensor | None, new: Tensor
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """Yield the difference of a tensor that this rank has whole, if there is one."""
+        """Yield the changed elements of a whole tensor on this rank, or nothing if none has changed."""
         if old is None or not self._is_known(name, _sums(old)):
             yield name, None, new
             return

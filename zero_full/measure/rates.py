@@ -425,7 +425,7 @@ def _backward_products(weights: Sequence[Tensor], given: Sequence[Tensor]) -> li
 
 
 def measured_passes(clock: Clock, rates: MachineRates) -> dict[str, list[float]]:
-    """Return the seconds of a pass and of each operation, by direction. See [Note: what is left]."""
+    """Return the fixed seconds of a pass and of each operation in it, by direction: [Note: what is left]."""
     left, counts = defaultdict[str, list[float]](list), defaultdict[str, list[int]](list)
     x = torch.randn(TOKENS, WIDTH)
     for blocks in clock.sizes.blocks:
