@@ -22,7 +22,6 @@ from zero_full.comm.lane import Lane, ThreadLane
 from zero_full.comm.transport import own_slice
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes import gather
-from zero_full.shard.step import update
 
 CPU = torch.device("cpu")
 SIZES, DTYPES = (1, 7, 1000, 300_000), (torch.float32, torch.bfloat16, torch.uint8)
@@ -163,7 +162,7 @@ class Trained:
 
 def trained(comm: Any, stage: int, messages: bool, ahead: int, keys: dict[str, Any]) -> Any:
     """Losses, parameters and traffic of four steps."""
-    with mock.patch.object(gather, "AHEAD", ahead), mock.patch.object(update, "POSTED", 1000):
+    with mock.patch.object(gather, "AHEAD", ahead):
         run = Trained(comm, stage, messages, **keys)
         losses = [run.step(number) for number in range(4)]
         return losses, *run.end()

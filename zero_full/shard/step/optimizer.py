@@ -78,7 +78,7 @@ from zero_full.shard.step.delayed_update import LACKS_LAST_UPDATE, DelayedUpdate
 from zero_full.shard.step.peers import PartPeers
 from zero_full.shard.step.report import NonFinite, StepReport
 from zero_full.shard.step.stop_signals import SIGNALS, StopSignals
-from zero_full.shard.step.update import EarlyGathers, Steppers
+from zero_full.shard.step.update import Steppers
 from zero_full.shard.step.wrapped_optimizer import (
     AFTER,
     BEFORE,
@@ -150,15 +150,13 @@ class ZeroOptimizer(OptimizerProxy):
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier, self.trained)
         if groups.tensor is not None:
             self.steppers.peers_of = partial(PartPeers, tensor=groups.tensor)
-        self.steppers.attach(self.trained)
+        self.steppers.attach()
         self.contents = Contents(
             base, parts, groups, settings.dtypes, self.steppers.kept, self.steppers.owners
         )
         self.closed = self.states_offloaded = False
         self.offloaded = OffloadedStorages()
         self.has_peers = any(each.size > 1 for each in groups.communicators)
-        # A part's all-gather begins while the next part is stepped.
-        self.posts_messages = self.offload is None and any(flat.posts_messages for flat in parts.flats)
         self.unfinished = UnfinishedStep(self.has_peers)
         self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
@@ -218,7 +216,7 @@ class ZeroOptimizer(OptimizerProxy):
         """Add the pieces of a group that is trained from now on to the optimizer's state."""
         for member, piece in group.master.pieces.items():
             self.own_state.add(piece.master, member.param)
-        self.steppers.attach(self.trained)
+        self.steppers.attach()
         self._note_awake()
 
     @property
@@ -277,13 +275,12 @@ class ZeroOptimizer(OptimizerProxy):
                 self.zero_grad()
             return
         decision = self._decide(agreed)
-        early = EarlyGathers()
         if decision.applies:
             with self.named_range("update"):
-                decision = self._update(decision, early)
+                decision = self._update(decision)
         if decision.publishes:
             with self.named_range("publish"):
-                self.publish(self.awake, early)
+                self.publish(self.awake)
         self._count(decision, collected.scale)
 
     def _collect(self, call: str = STEP) -> Collected | None:
@@ -421,8 +418,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.report.log_report(self.trained, loss, everyone, applies, self.scaler)
         return Decision(applies, finite, norm, agreed.used, self._clip)
 
-    def _update(self, decision: Decision, early: EarlyGathers) -> Decision:
-        """Step this rank's slices. Returns the updated decision. `early` gets the all-gathers that begin.
+    def _update(self, decision: Decision) -> Decision:
+        """Step this rank's slices. Returns the updated decision.
 
         The step is skipped if an average that the stepper itself computes is not finite. All ranks see that
         before any of them has changed anything.
@@ -430,7 +427,7 @@ class ZeroOptimizer(OptimizerProxy):
         factor = self.reducer.state.factor(decision.norm, decision.clip)
         used = decision.used
         if self.reducer.state.are_local:
-            used = self.steppers.concerned(self.trained, used)
+            used = self.steppers.concerned(used)
         stepped = [group for group in self.awake if not used.isdisjoint(group.members)]
         stepper = self.steppers.choose(stepped)
         if self.delayed is not None and self.delayed.is_due(stepper):
@@ -440,15 +437,12 @@ class ZeroOptimizer(OptimizerProxy):
             setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
-        # Equal on all ranks. All-gathers must have the order of `publish`, which alone tells messages apart.
-        posts = self.posts_messages and stepper.is_alone and len(stepped) == len(self.awake)
-        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads, posts)
-        after_part = partial(early.begin, self.lane) if posts else None
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads)
         on_change = self.unfinished.change
         if not stepper.fuses and factor != 1.0:
             on_change = partial(self._begin_to_change, factor)
         try:
-            self.steppers.step(stepper, self.trained, parts, used, factor, on_change, after_part)
+            self.steppers.step(stepper, parts, used, factor, on_change)
         except NotFiniteError as error:
             self.report.log_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
@@ -469,10 +463,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.unfinished.change()
         self.reducer.state.multiply(factor)
 
-    def publish(self, trained: Sequence[TrainedGroup], early: EarlyGathers | None = None) -> None:
+    def publish(self, trained: Sequence[TrainedGroup]) -> None:
         """All-gather parameters that are kept whole from the ranks' slices. Every rank must call this.
-
-        `early`: the all-gathers that have begun already.
 
         On an accelerator the current stream waits for the new values, not the host. The all-gather does not
         overlap the next forward, because module hooks would miss some readers of a weight: a view that user
@@ -480,17 +472,14 @@ class ZeroOptimizer(OptimizerProxy):
         """
         if self.gatherer is not None:
             self.gatherer.release_all()
-        begun = early.begun if early is not None else {}
         whole: dict[TrainedGroup, Tensor] = {}
         for group in trained:
             group.parameters.node_copy = None  # it has the old values
-            if group.parameters.state is GatherState.WHOLE and group not in begun:
+            if group.parameters.state is GatherState.WHOLE:
                 whole[group] = group.parameters.full
         if whole:
             gather = partial(self._gather_all, whole)
             self.lane.submit(gather, whole.values(), [self.lane.producer()]).wait()
-        for pending in begun.values():
-            pending.wait()
         if self.parts.copy_threads is not None:
             await_parameters(self.groups, trained)
 

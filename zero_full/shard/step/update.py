@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import clean_name
-from zero_full.comm.lane import Lane, Pending
+from zero_full.comm.lane import Lane
 from zero_full.offload import CopyThreads, Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdamStep
@@ -16,30 +16,9 @@ from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.settings import Settings
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.group.parameters import GatherState, Member
+from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
 from zero_full.shard.step.wrapped_optimizer import RedirectedOptimizer
-
-POSTED = 2**19  # elements of this rank in a part whose all-gather begins while the next part is stepped
-
-
-class EarlyGathers:
-    """All-gathers of new parameters that begin in a step while later parts are stepped."""
-
-    def __init__(self) -> None:
-        self.begun: dict[TrainedGroup, Pending] = {}
-        self.ended = False
-
-    def begin(self, lane: Lane, part: Iterable[TrainedGroup]) -> None:
-        """Begin to all-gather the parameters of a part that has been stepped, if they are kept whole."""
-        for group in part:
-            if self.ended or group.parameters.state is not GatherState.WHOLE:
-                continue
-            pending = group.parameters.post(lane)
-            if pending is None:  # a recording has begun: `publish` gathers this one, and those behind it
-                self.ended = True
-            else:
-                self.begun[group] = pending
 
 
 class Steppers:
@@ -57,7 +36,7 @@ class Steppers:
         self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdamStep(self.optimizer, base.own_step, dtypes)
-        self.lane, self.tier = lane, tier
+        self.lane, self.tier, self.trained = lane, tier, trained
         # State or parameter slices are in files and must be read ahead.
         self.reads_ahead = type(tier).load_parts is not Tier.load_parts or any(
             group.parameters.slice.is_offloaded for group in trained
@@ -76,19 +55,19 @@ class Steppers:
         """Return whether the gradients of the next step must be averaged: see [Note: own gradients]."""
         return self.own is None or self.own.averages
 
-    def concerned(self, everything: Iterable[TrainedGroup], used: set[Member]) -> set[Member]:
+    def concerned(self, used: set[Member]) -> set[Member]:
         """Return the parameters that a step with own gradients changes: `used`, and all that have state.
 
         A parameter without a gradient counts as one with a zero gradient, because its momentum goes on.
         """
         known = self.optimizer.state
-        pairs = (pair for group in everything for pair in group.master.pieces.items())
+        pairs = (pair for group in self.trained for pair in group.master.pieces.items())
         return {member for member, piece in pairs if member in used or known.get(piece.master)}
 
-    def attach(self, everything: Iterable[TrainedGroup]) -> None:
+    def attach(self) -> None:
         """Give all pieces that are trained to the optimizer's own stepper, if it has one."""
         if self.own is not None:
-            awake = [group for group in everything if not group.asleep]
+            awake = [group for group in self.trained if not group.asleep]
             members = {member for group in awake for member in group.members}
             pieces = [piece for group in awake for piece in group.master.pieces.values()]
             pieces.sort(
@@ -114,11 +93,8 @@ class Steppers:
         stepped: Sequence[TrainedGroup],
         settings: Settings,
         copy_threads: CopyThreads | None,
-        posts: bool = False,
     ) -> Sequence[Sequence[TrainedGroup]]:
         """Split the groups into parts that are stepped together.
-
-        `posts`: the all-gather of a part begins while the next one is stepped.
 
         With host-device copies each group is a part, so that its copy overlaps the step of the next one. A
         stepper that communicates gets larger parts, because it exchanges messages for each.
@@ -127,40 +103,35 @@ class Steppers:
         if not stepper.takes_parts or (self.own is not None and any(g.kind.is_split for g in stepped)):
             return [stepped]
         if copy_threads is None and settings.part_numel is None and not self.tier.is_offloaded:
-            return sub_groups(stepped, POSTED) if posts else [stepped]
+            return [stepped]
         one_by_one = copy_threads is not None and self.own is None and not self.tier.moves
         return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
 
     def step(
         self,
         stepper: Stepper,
-        everything: Iterable[TrainedGroup],
         parts: Sequence[Sequence[TrainedGroup]],
         used: Container[Member],
         factor: float,
         on_change: Callable[[], None] = lambda: None,
-        after_part: Callable[[Sequence[TrainedGroup]], None] | None = None,
     ) -> None:
         """Step part after part. Parameters that are not `used`, as no rank has a gradient, do not change.
 
-        `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks,
-        and `after_part` after each part.
+        `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks.
         """
         try:
             if not stepper.is_alone:
-                stepper.begin([piece for group in everything for piece in group.master.pieces.values()])
+                stepper.begin([piece for group in self.trained for piece in group.master.pieces.values()])
             on_change()
             if self.reads_ahead:
                 self._step_in_turn(stepper, parts, used, factor)
             else:
                 for part in parts:
                     self._step_part(stepper, part, used, factor)
-                    if after_part is not None:
-                        after_part(part)
         finally:
             if not stepper.is_alone:
                 stepper.end()
-            for group in everything:  # a tier may have moved masters and state
+            for group in self.trained:  # a tier may have moved masters and state
                 if group.master.shown:
                     group.master.show_again()
 
