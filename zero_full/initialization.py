@@ -157,7 +157,8 @@ def _read(
     roll_call: StartupBarrier,
 ) -> tuple[Resolved, Settings, Monitors | None]:
     """Return the resolved configuration, its settings and, on the first rank, its open monitors."""
-    sends_messages = spans_hosts() and dist.is_initialized() and dist.get_backend() in ON_CPU
+    on_cpu = dist.is_initialized() and dist.get_backend() in ON_CPU
+    sends_messages = (True if spans_hosts() else None) if on_cpu else False  # None: as the file says
     resolved = resolve(_config(*configs), data_ranks, sends_messages)
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:

@@ -78,7 +78,7 @@ def test_one_process_is_alone(environment: dict[str, str]) -> None:
         (TORCHRUN, (1, 2, {})),
         (without(TORCHRUN, "LOCAL_RANK"), (1, 2, {})),
         ({**TORCHRUN, **SRUN, **OMPI}, (1, 2, {})),
-        ({**OMPI, "MASTER_ADDR": "b"}, (3, 4, {"LOCAL_RANK": "1", "MASTER_PORT": "29500"})),
+        ({**OMPI, "MASTER_ADDR": "b"}, (3, 4, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})),
         ({**OMPI, "MASTER_ADDR": "b", "MASTER_PORT": "7"}, (3, 4, {"MASTER_ADDR": "b", "MASTER_PORT": "7"})),
         ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (3, 4, {"MASTER_ADDR": "127.0.0.1", "RANK": "3"})),
         ({**SRUN, **OMPI, "MASTER_ADDR": "b"}, (3, 4, {})),  # mpirun starts its daemons with srun
@@ -423,6 +423,8 @@ def test_ranks_that_send_messages_overlap_them_by_default() -> None:
         ({"stage": 3}, alone, (True, whole)),
         ({"stage": 3}, messages, (True, small)),
         ({"stage": 1, "overlap_comm": False}, messages, (False, whole)),
+        ({"stage": 1, "overlap_comm": True}, messages, (True, small)),
+        ({"stage": 1, "overlap_comm": True}, alone, (True, whole)),
         ({"stage": 1, "reduce_bucket_size": 70}, two_hosts, (True, 70)),
         ({"stage": 2, "reduce_bucket_size": 500_000_000}, messages, (True, whole)),
     ]
@@ -434,9 +436,10 @@ def test_ranks_that_send_messages_overlap_them_by_default() -> None:
 
 def test_derived_values_are_shown_as_derived() -> None:
     sizes = {MICRO: 1, "gradient_clipping": 0.0}
-    for given, sends in (({"shared_memory": False}, False), ({}, True)):
-        origins = resolve({**sizes, **given}, 2, sends).origins
-        assert origins["zero_optimization.reduce_bucket_size"] == "derived"
+    bucket = "zero_optimization.reduce_bucket_size"
+    for given, sends in (({"shared_memory": False}, None), ({}, True)):
+        assert resolve({**sizes, **given}, 2, sends).origins[bucket] == "derived"
+    assert resolve({**sizes, "shared_memory": False}, 2, False).origins[bucket] == "default"  # on a GPU
     shown = resolve({**sizes, "shared_memory": False}, 2).table()
     assert re.search(rf"reduce_bucket_size +{MESSAGE_BUCKET} +derived", shown)
     own = {**sizes, "shared_memory": False, "zero_optimization": {"reduce_bucket_size": 500_000_000}}

@@ -49,6 +49,7 @@ class Resolved:
     origins: dict[str, Origin]
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
+    sends_messages: bool  # ranks are CPUs that share no memory
 
     def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
         """Return the relevant values with their origins as text. `extra_rows` are (key, value, origin)."""
@@ -253,11 +254,11 @@ def _filled(config: Config, batch: Mapping[str, int], sends_messages: bool) -> t
     """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
-    sends_messages = sends_messages or not config.shared_memory
     found: dict[str, Any] = {}
     if zero.overlap_comm is None:
         found["overlap_comm"] = overlaps_by_default(zero.stage, sends_messages)
-    if sends_messages and found.get("overlap_comm") and "reduce_bucket_size" not in zero.model_fields_set:
+    overlaps = found.get("overlap_comm", zero.overlap_comm)
+    if sends_messages and overlaps and "reduce_bucket_size" not in zero.model_fields_set:
         found["reduce_bucket_size"] = MESSAGE_BUCKET
     derived |= {f"{ZERO}.{name}" for name in found}
     zero = zero.model_copy(update=found)
@@ -315,12 +316,12 @@ def check_world_size(world_size: object) -> None:
 
 
 def resolve(
-    config: dict[str, Any] | str | Path | Config, world_size: int, sends_messages: bool = False
+    config: dict[str, Any] | str | Path | Config, world_size: int, sends_messages: bool | None = None
 ) -> Resolved:
     """Validate a configuration for this many data-parallel ranks and fill in every value.
 
-    Takes a dict, the path of a JSON file or a Config. `sends_messages`: the ranks are CPUs of several hosts.
-    Raises ConfigError with all mistakes.
+    Takes a dict, the path of a JSON file or a Config. `sends_messages`: whether ranks are CPUs that share no
+    memory; None: unless `shared_memory` is true. Raises ConfigError with all mistakes.
     """
     check_world_size(world_size)
     given, name, parsed = _as_mapping(config)
@@ -333,12 +334,14 @@ def resolve(
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
+    if sends_messages is None:
+        sends_messages = not examined.config.shared_memory
     filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size), sends_messages)
     warnings, assumptions = (
         tuple(each.line for each in examined.notices if each.kind == kind)
         for kind in ("no effect", "assumed")
     )
-    return Resolved(filled, _origins(filled, derived), warnings, assumptions)
+    return Resolved(filled, _origins(filled, derived), warnings, assumptions, sends_messages)
 
 
 def in_file(parsed: Parsed, examined: Examined) -> list[tuple[Position, Notice]]:

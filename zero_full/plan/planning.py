@@ -58,7 +58,7 @@ def plan(
 def model_work(model: nn.Module, config: Any, world: int, inputs: Sequence[Any]) -> ModelWork:
     """Record the operations of a micro-batch of this model, for `plan`."""
     recorder = WorkRecorder()
-    dtypes = settings_of(_resolved(config, world).config).dtypes.for_model(model)
+    dtypes = settings_of(_resolved(config, world, "cpu").config).dtypes.for_model(model)
     pass_bytes(model, inputs, dtypes, recorder=recorder)
     return ModelWork(recorder, inputs)
 
@@ -112,7 +112,7 @@ def _plans(
             f"pipe is {pipe}, but the model is no PipelineModule, whose layers could be divided into stages"
         )
     cluster = replace(cluster, tensor=_tensor_ranks(model, cluster.tensor))
-    resolved = _resolved(config, cluster.world)
+    resolved = _resolved(config, cluster.world, cluster.device)
     if stages is not None:
         with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
             stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
@@ -178,14 +178,15 @@ def _plan_pipeline(
     return replace(max(plans, key=lambda each: each.peak), places=tuple(plans), step_time=slowest)
 
 
-def _resolved(config: Any, world: int) -> Resolved:
+def _resolved(config: Any, world: int, device: str) -> Resolved:
     """Resolve the configuration, with a micro-batch size of 1 if it has no batch sizes."""
     given: Any = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
     if isinstance(given, str | Path):
         with suppress(ConfigError):  # `resolve` raises it again
             content = read(Path(given)).value
             given = content if _lacks_batch(content) else given
-    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world)
+    sends_messages = None if device == "cpu" else False
+    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world, sends_messages)
 
 
 def _lacks_batch(config: Any) -> bool:
@@ -195,7 +196,7 @@ def _lacks_batch(config: Any) -> bool:
 def _at_stage(resolved: Resolved, stage: int) -> Resolved:
     update: dict[str, Any] = {"stage": stage}
     if resolved.origins["zero_optimization.overlap_comm"] == "derived":
-        update["overlap_comm"] = overlaps_by_default(stage, not resolved.config.shared_memory)
+        update["overlap_comm"] = overlaps_by_default(stage, resolved.sends_messages)
     zero = resolved.config.zero_optimization.model_copy(update=update)
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 

@@ -96,7 +96,7 @@ def read_launcher(
 
 
 def spans_hosts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun has started ranks on several hosts. Equal on all ranks."""
+    """Return whether torchrun or Open MPI has started ranks on several hosts. Equal on all ranks."""
     world, here = (environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return world.isdecimal() and here.isdecimal() and int(world) > int(here)
 
@@ -137,6 +137,7 @@ def _from_foreign(
     has_rank = discover and bool(launcher.local_size) and rank.isdecimal() and local_rank.isdecimal()
     if has_rank and address:
         found = {"RANK": rank, "WORLD_SIZE": str(size), "LOCAL_RANK": local_rank}
+        found["LOCAL_WORLD_SIZE"] = local_size
         found |= {"MASTER_ADDR": address, "MASTER_PORT": given.get("MASTER_PORT", str(port))}
         return LaunchedRank(*_parse_rank(found), launcher.name, found)
     variable = next(name for name in launcher.sizes if environment.get(name) == str(size))
