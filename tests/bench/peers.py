@@ -228,10 +228,12 @@ def zero_full(
     offload: dict[str, Any] | None = None,
     offload_param: dict[str, Any] | None = None,
     messages: bool = False,
+    keeps: bool = False,
 ) -> Callable[[Setup], Trainee]:
     """Ours. `alone`: every rank is a world of its own. `offload`: the section offload_optimizer.
 
-    `messages`: ranks send messages, as ranks of several hosts do, and share no memory.
+    `messages`: ranks send messages, as ranks of several hosts do, and share no memory. `keeps`: stage 3 keeps
+    small parameters whole, and the others until backward, as it does by default, and as DeepSpeed.
     """
 
     def build(setup: Setup) -> Trainee:
@@ -240,7 +242,7 @@ def zero_full(
         if not hasattr(ours, "initialize"):
             raise NotInstalled("not there yet")
         model = setup.model()
-        config = ours_config(setup, stage, offload, offload_param, messages)
+        config = ours_config(setup, stage, offload, offload_param, messages, keeps)
         engine = ours.initialize(
             model=model,
             model_parameters=model.parameters(),
@@ -260,6 +262,7 @@ def ours_config(
     offload: dict[str, Any] | None = None,
     offload_param: dict[str, Any] | None = None,
     messages: bool = False,
+    keeps: bool = False,
 ) -> dict[str, Any]:
     """The configuration of a row of ours: see `zero_full`."""
     config = json_config(setup, stage)
@@ -273,7 +276,7 @@ def ours_config(
         config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
     if offload_param is not None:
         config["zero_optimization"]["offload_param"] = {**host_section(setup), **offload_param}
-    if stage == 3:  # as FSDP2 here: everything is sharded, and gathered again for backward
+    if stage == 3 and not keeps:  # as FSDP2 here: everything is sharded, and gathered again for backward
         config["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,

@@ -3,13 +3,14 @@
     python -m tests.bench.wire --worlds 2 4 --links loopback "1 Gbit" "10 Gbit"
 
 Ranks reach each other over the loopback, or through cables of a given rate (`link.py`). zero_full has its
-defaults, except that shared memory is off, and that stage 3 keeps nothing whole. A round visits every row,
-and a visit warms up and then times steps; medians. Beside each step stand the bytes that one rank sent or
-received, whichever is more, as the kernel counted them (headers included), the time that these bytes alone
-take at the rate of one stream, and that time plus forward and backward. A step below this sum hides messages
-behind forward and backward. Over the loopback the cores of the model also copy the messages, so the rate of a
-stream, which has a core at each end, is more than they get. The last line is JSON. See `peers.py` for how to
-install DeepSpeed; what is missing is left out.
+defaults, except that shared memory is off. Rows of stage 3 keep nothing whole, except those with `keeps`:
+they keep parameters from forward until backward, as zero_full and DeepSpeed do by default. A round visits
+every row, and a visit warms up and then times steps; medians. Beside each step stand the bytes that one rank
+sent or received, whichever is more, as the kernel counted them (headers included), the time that these bytes
+alone take at the rate of one stream, and that time plus forward and backward. A step below this sum hides
+messages behind forward and backward. Over the loopback the cores of the model also copy the messages, so the
+rate of a stream, which has a core at each end, is more than they get. The last line is JSON. See `peers.py`
+for how to install DeepSpeed; what is missing is left out.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,32 @@ from tests.worlds import Pool
 from zero_min.gpt import batch, load_text
 
 ALONE, DDP = "forward+backward", "DDP"
-OURS = {stage: f"zero_full {stage}" for stage in (1, 2, 3)}
-PEERS = {
-    1: ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
-    2: ("ZeroRedundancyOptimizer", "DeepSpeed 2"),
-    3: ("FSDP2", "DeepSpeed 3"),
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A row of zero_full: its stage, its aim as a part of DDP's step, and the peers that shard as much."""
+
+    stage: int
+    aim: float
+    peers: tuple[str, ...]
+    keeps: bool = False  # parameters from forward until backward
+
+
+OURS = {
+    "zero_full 1": Ours(1, 0.95, ("ZeroRedundancyOptimizer", "DeepSpeed 1")),
+    "zero_full 2": Ours(2, 0.95, ("ZeroRedundancyOptimizer", "DeepSpeed 2")),
+    "zero_full 3": Ours(3, 1.15, ("FSDP2",)),
+    "zero_full 3, keeps": Ours(3, 1.15, ("FSDP2, keeps", "DeepSpeed 3"), keeps=True),
 }
-AIMS = {1: 0.95, 2: 0.95, 3: 1.15}  # of DDP's step
 ROWS: dict[str, Row] = {
     **{name: peers.ROWS[name] for name in (ALONE, DDP, "ZeroRedundancyOptimizer", "FSDP2")},
-    **{f"DeepSpeed {stage}": peers.ROWS[f"DeepSpeed {stage}"] for stage in OURS},
-    **{name: Row(peers.zero_full(stage, messages=True), DDP) for stage, name in OURS.items()},
+    "FSDP2, keeps": Row(partial(peers.fsdp2, reshard=False), DDP),
+    **{f"DeepSpeed {stage}": peers.ROWS[f"DeepSpeed {stage}"] for stage in (1, 2, 3)},
+    **{
+        name: Row(peers.zero_full(ours.stage, messages=True, keeps=ours.keeps), DDP)
+        for name, ours in OURS.items()
+    },
 }
 LOOPBACK = "loopback"
 
@@ -211,11 +228,11 @@ def _line(name: str, found: Found) -> list[str]:
 def ratios(where: str, found: Found) -> list[Ratio]:
     """Each stage over DDP, with its target, and over the peers of the same stage."""
     result = []
-    for stage, name in OURS.items():
-        for other, aim in ((DDP, AIMS[stage]), *((peer, 1.0) for peer in PEERS[stage])):
+    for name, ours in OURS.items():
+        for other, aim in ((DDP, ours.aim), *((peer, 1.0) for peer in ours.peers)):
             if {name, other} <= found.seconds.keys():
-                ours, theirs = found.seconds[name], found.seconds[other]
-                result.append(interleave.ratio(f"{where}: {name} / {other}", ours, theirs, aim))
+                mine, theirs = found.seconds[name], found.seconds[other]
+                result.append(interleave.ratio(f"{where}: {name} / {other}", mine, theirs, aim))
     return result
 
 
