@@ -18,6 +18,7 @@ from tests.zero_full.runs import Net, config, data
 from zero_full import Settings, Topology, _compat, assemble
 from zero_full.comm.topology import new_group, ranks_of
 from zero_full.comm.traffic import Traffic
+from zero_full.comm.transport import Exchange
 from zero_full.precision import StaticScale
 from zero_full.shard.group.process_groups import Connection, connect
 from zero_full.shard.passes.backward import Accumulation
@@ -109,7 +110,7 @@ def test_the_patience_of_a_group_is_that_of_the_devices_backend(kinds: tuple[str
 
 # Torch's own group -----------------------------------------------------------------------------------
 
-CALLS = ("all_gather_object", "all_reduce", "broadcast", "barrier", "all_to_all_single", "batch_isend_irecv")
+CALLS = ("all_gather_object", "all_reduce", "broadcast", "barrier", "all_to_all_single")
 CALLS += ("all_gather_into_tensor", "reduce_scatter_tensor", "broadcast_object_list", "all_gather")
 
 
@@ -124,16 +125,20 @@ def calls_of_all_ranks(comm: Any, folder: Path) -> dict[str, set[str]]:
         def noted(*args: Any, **named: Any) -> Any:
             given = [named.get("group"), *(each for each in args if isinstance(each, dist.ProcessGroup))]
             given = [each for each in given if each is not None]
-            if not (isinstance(args[0] if args else None, list) and name == "batch_isend_irecv"):
-                if all(each is dist.group.WORLD for each in given):
-                    found.setdefault(phase, set()).add(name)
-            elif any(each.group in (None, dist.group.WORLD) for each in args[0]):
+            if all(each is dist.group.WORLD for each in given):
                 found.setdefault(phase, set()).add(name)
             return call(*args, **named)
 
         return mock.patch.object(dist, name, noted)
 
+    def post(self: Exchange, *given: Any) -> Any:
+        if self.group is dist.group.WORLD:
+            found.setdefault(phase, set()).add("messages")
+        return post_messages(self, *given)
+
+    post_messages = Exchange._post
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Exchange, "_post", post))
         for name in CALLS:
             stack.enter_context(watched(name))
         phase = "Init and GatheredParameters"

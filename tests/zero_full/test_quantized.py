@@ -239,12 +239,12 @@ NODES, INNER = 2, 2
 def watched() -> Iterator[Counter[int]]:
     """Bytes by the rank they go to, seen where torch is asked to send them."""
     sent: Counter[int] = Counter()
-    swap, exchange = dist.batch_isend_irecv, dist.all_to_all_single
+    post, exchange = Exchange._post, dist.all_to_all_single
 
-    def seen_swap(ops: list[Any]) -> Any:
-        for op in ops:
-            sent[op.peer] += op.tensor.nbytes if op.op is dist.isend else 0
-        return swap(ops)
+    def seen_post(self: Exchange, send: dict[int, Tensor], receive: dict[int, Tensor]) -> Any:
+        for rank, tensor in send.items():
+            sent[dist.get_global_rank(self.group, rank)] += tensor.nbytes
+        return post(self, send, receive)
 
     def seen_exchange(received: Tensor, tensor: Tensor, *splits: list[int], group: Any) -> Any:
         for rank, numel in zip(dist.get_process_group_ranks(group), splits[1], strict=True):
@@ -252,7 +252,7 @@ def watched() -> Iterator[Counter[int]]:
         return exchange(received, tensor, *splits, group=group)
 
     with (
-        mock.patch.object(dist, "batch_isend_irecv", seen_swap),
+        mock.patch.object(Exchange, "_post", seen_post),
         mock.patch.object(dist, "all_to_all_single", seen_exchange),
     ):
         yield sent

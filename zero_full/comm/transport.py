@@ -27,6 +27,7 @@ Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, 
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
 MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for speed
 ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
+TAG = 0  # of all messages: only their order tells them apart
 CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
 
@@ -155,20 +156,17 @@ class Exchange(BackendTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.address = {rank: dist.get_global_rank(group, rank) for rank in self.others}
         # Memory for two received pieces of a reduce-scatter, at most 2 * ROOM elements. It is kept: new pages
         # in each call would cost as much as the sums.
         self.room = torch.empty(0, dtype=torch.uint8)
 
     def _post(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> list[dist.Work]:
-        """Begin to send to and to receive from all other ranks."""
-        calls = [(dist.irecv, receive), (dist.isend, send)]
-        ops = [
-            dist.P2POp(call, tensors[rank], self.address[rank], self.group)
-            for call, tensors in calls
-            for rank in self.others
-        ]
-        works: list[dist.Work] = dist.batch_isend_irecv(ops)
+        """Begin to receive from and to send to all other ranks.
+
+        By the group's methods: the checks of `dist.isend` take longer than these.
+        """
+        works = [self.group.recv([receive[rank]], rank, TAG) for rank in self.others]
+        works += [self.group.send([send[rank]], rank, TAG) for rank in self.others]
         return works
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
