@@ -17,7 +17,7 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import RELEASED, Tower, seeded
-from zero_full.comm.communicator import Communicator
+from zero_full.comm.communicator import Communicator, Posted
 from zero_full.comm.lane import Lane, ThreadLane
 from zero_full.comm.transport import own_slice
 from zero_full.shard.group.parameters import FlatParameters, GatherState
@@ -48,6 +48,7 @@ def many_posted(comm: Any, calls: int) -> tuple[int, int]:
         while len(under_way) > most:
             pending, got, want = under_way.pop(0)
             pending.wait()
+            pending.wait()  # as after an interrupt
             right += torch.equal(got, want)
 
     for number in range(calls):
@@ -264,3 +265,56 @@ def test_gathers_under_way_are_waited_for_when_forward_fails() -> None:
     for want, released, got in POOL.run(fails_midway, 2):
         assert released and got[0] == want[0]
         assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+def interrupted_in(comm: Any, place: str, messages: bool) -> Any:
+    """KeyboardInterrupt ends a pass on all ranks; what is in use and on its way, and what a forward says."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Trained(comm, 3, messages)
+    run.step(0)
+    block, flats = run.engine.module.blocks[3], run.engine.optimizer.parts.flats
+    hooks = {"forward": block.register_forward_pre_hook, "backward": block.register_full_backward_pre_hook}
+    hook = hooks[place](interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(1)
+    hook.remove()
+    users = sum(flat.users for flat in flats)
+    under_way = any(flat.state is GatherState.GATHERING for flat in flats)
+    run.engine.zero_grad()
+    with pytest.raises(RuntimeError) as caught:
+        run.step(1)
+    run.engine.destroy()
+    return users, under_way, str(caught.value)
+
+
+@pytest.mark.parametrize("messages", [True, False])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_ranks_gather_nothing_more_after_an_interrupt(place: str, messages: bool) -> None:
+    for users, under_way, said in POOL.run(interrupted_in, 2, place, messages):
+        assert not users and under_way
+        assert "KeyboardInterrupt has cut a forward or backward pass short" in said
+
+
+def waits_again(comm: Any, messages: bool) -> tuple[bool, bool]:
+    """A wait for a gather that is interrupted; whether any are on their way then, and are right later."""
+    run = Trained(comm, 3, messages)
+    run.step(0)
+    want = run.engine.module_state_dict()
+    job = Posted if messages else type(run.engine.optimizer.lane.submit(list, [], []))
+    with mock.patch.object(job, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.engine(data(1, 0, comm.rank))
+    under_way = [f for f in run.engine.optimizer.parts.flats if f.state is GatherState.GATHERING]
+    for flat in under_way:
+        flat.finish_gather()
+    members = [member for flat in under_way for member in flat.members]
+    right = all(torch.equal(member.param.detach(), want[member.name]) for member in members)
+    run.engine.destroy()
+    return len(under_way) > 0, right
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_gather_whose_wait_is_interrupted_keeps_its_memory_and_is_waited_for_later(messages: bool) -> None:
+    assert POOL.run(waits_again, 2, messages) == [(True, True)] * 2

@@ -163,7 +163,8 @@ class Engine(DeepSpeedQueries):
         try:
             with self._recorded, self._timed["forward"]():
                 outputs = self.module(*inputs, **named_inputs)
-        except (RuntimeError, MemoryError) as error:
+        except BaseException as error:
+            self._note_interrupt(error)
             self._memory_notes.explain(error, "forward")
             raise
         if not torch.is_grad_enabled():
@@ -198,11 +199,17 @@ class Engine(DeepSpeedQueries):
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
+                self._note_interrupt(error)
                 self.optimizer.reducer.backward.fail()
                 self._memory_notes.explain(error, "backward")
                 raise
             self.optimizer.reducer.finish()
         return loss
+
+    def _note_interrupt(self, error: BaseException) -> None:
+        """Tell the gatherer if an interrupt, such as KeyboardInterrupt, has cut a pass short."""
+        if not isinstance(error, Exception) and self.optimizer.gatherer is not None:
+            self.optimizer.gatherer.interrupt(error)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss divided by the number of micro-batches and multiplied by the loss scale.

@@ -367,23 +367,25 @@ class FlatParameters:
                 self.pending = lane.submit(
                     partial(self.all_gather, self.owner_stream, exactly), used, [self.owner_stream]
                 )
-        except BaseException:
+        except Exception:  # after an interrupt messages may still arrive
             self.full.untyped_storage().resize_(0)
             raise
         self.state = GatherState.GATHERING
 
     def finish_gather(self) -> None:
-        """Wait for the queued all-gather, and show the values; free the memory if it has failed."""
-        pending, self.pending = self.pending, None
-        assert pending is not None
+        """Wait for the queued all-gather, and show the values; free the memory if it has failed.
+
+        After an interrupt (KeyboardInterrupt) it is still under way, and is waited for at the next use.
+        """
+        assert self.pending is not None
         try:
-            pending.wait()
-        except BaseException:
+            self.pending.wait()
+        except Exception:
             self.full.untyped_storage().resize_(0)
-            self.state = GatherState.SHARDED
+            self.state, self.pending = GatherState.SHARDED, None
             raise
         self.show()
-        self.state = GatherState.WHOLE
+        self.state, self.pending = GatherState.WHOLE, None
 
     def release(self) -> None:
         """Free the gathered values, unless a module is using them.
