@@ -250,11 +250,12 @@ class Engine(DeepSpeedQueries):
             )
         self._stepping = True
         try:
-            self._stepped = self.is_gradient_accumulation_boundary()
+            self._stepped = self.accumulation.step_raised = self.is_gradient_accumulation_boundary()
             if self._stepped:
                 try:
                     with self._timed["step"]():
                         self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
+                    self.accumulation.step_raised = False
                 except (RuntimeError, MemoryError) as error:
                     self._memory_notes.explain(error, "step")
                     raise

@@ -365,6 +365,7 @@ class ParameterGatherer:
             return None
         recomputed, trains = current_backward() >= 0, torch.is_grad_enabled()
         if site is self.root and not recomputed:
+            self.reducer.complete_failed()  # other ranks may wait for it before they come to this forward
             self.order = self.training if trains else self.inference
             if self.order.begin():
                 self._log_new_order()
@@ -468,7 +469,6 @@ class ParameterGatherer:
         if self.param_store.is_offloaded:
             self.param_store.cancel_prefetches()
 
-    def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:
     def interrupt(self, error: BaseException) -> None:
         """End the calls of a pass that an interrupt has cut short. After it torch runs no hooks.
 
@@ -484,6 +484,7 @@ class ParameterGatherer:
         if any(group.ranks.size > 1 for group in self.unit_of):
             self.interrupted = INTERRUPTED.format(type(error).__name__)
 
+    def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:
         """Hook the outputs that backward reaches, and find those that are views of parameters.
 
         Other modules read such a view, so from now on the root gathers its parameters as well. Returns
