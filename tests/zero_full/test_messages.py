@@ -1,6 +1,7 @@
 """Ranks that send messages: all-gathers that are posted, so that several are on the wire at a time."""
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import RELEASED, Tower, seeded
 from zero_full.comm.communicator import Communicator, Posted
 from zero_full.comm.lane import Lane, ThreadLane
+from zero_full.comm.shared_memory import SharedMemory
 from zero_full.comm.transport import own_slice
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes import gather
@@ -236,6 +238,74 @@ def recorded(comm: Any, path: Path) -> Any:
 
 def test_a_rank_that_records_uses_its_lane_and_sends_the_same(tmp_path: Path) -> None:
     assert POOL.run(recorded, 2, tmp_path / "run.json") == [(True, True, True)] * 2
+
+
+def beside_messages_of_the_user(comm: Any) -> tuple[list[float], float]:
+    """Losses of a run without overlap, which uses the default group, and what rank 0 receives beside it."""
+    run = Trained(comm, 3, True, zero={"overlap_comm": False})
+    got, losses = torch.zeros(10_000), list[float]()
+    for number in range(3):
+        work = dist.irecv(got, 1) if comm.rank == 0 else None
+        losses.append(run.step(number))
+        if work is not None:
+            work.wait()
+        elif comm.rank == 1:
+            dist.send(torch.full_like(got, 7.0), 0)
+    run.end()
+    return losses, float(got.sum())
+
+
+def test_messages_of_the_user_are_not_taken_for_those_of_a_run() -> None:
+    want = [each[0][:3] for each in POOL.run(trained, 2, 3, True, 1, {})]
+    assert POOL.run(beside_messages_of_the_user, 2) == [(want[0], 70_000.0), (want[1], 0.0)]
+
+
+def sets_a_value_in_forward(comm: Any, stage: int, messages: bool) -> list[float]:
+    """Losses of steps in which a block sets the weight of a later one, which may be on its way already."""
+    run = Trained(comm, stage, messages)
+    weight, losses = run.engine.module.blocks[5].block.up.weight, list[float]()
+    for number in range(3):
+        value = torch.full(weight.shape, 0.1 * number)
+        hook = run.engine.module.blocks[3].register_forward_pre_hook(
+            lambda *_, value=value: zero_full.safe_set_full_fp32_param(weight, value)
+        )
+        losses.append(run.step(number))
+        hook.remove()
+    run.engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_value_that_is_set_in_a_forward_counts_for_what_comes_after(messages: bool) -> None:
+    want = POOL.run(sets_a_value_in_forward, 2, 2, messages)
+    assert POOL.run(sets_a_value_in_forward, 2, 3, messages) == want
+
+
+def undoes_in_forward(comm: Any) -> tuple[str, bool]:
+    """A change in the middle of a forward that is undone, while a late thread gathers the next unit."""
+    run, gathered = Trained(comm, 3, False), SharedMemory.all_gather
+    run.step(0)
+    block = run.engine.module.blocks[3].block
+
+    def late(self: SharedMemory, whole: Tensor) -> None:
+        time.sleep(0.1 * (comm.rank == 1 and threading.current_thread() is not threading.main_thread()))
+        gathered(self, whole)
+
+    def change(*_: Any) -> None:
+        with zero_full.GatheredParameters([block.up.weight]), torch.no_grad():
+            block.up.weight.add_(1)
+
+    hook = block.down.register_forward_pre_hook(change)
+    with mock.patch.object(SharedMemory, "all_gather", late), pytest.raises(RuntimeError) as caught:
+        run.engine(data(1, 0, comm.rank))
+    hook.remove()
+    values = run.end()[0]
+    return str(caught.value), all(bool(value.isfinite().all()) for value in values.values())
+
+
+def test_a_change_is_undone_behind_the_gathers_that_are_under_way() -> None:
+    for said, right in POOL.run(undoes_in_forward, 2):
+        assert "blocks.3.block.up.weight changed inside GatheredParameters" in said and right
 
 
 def fails_midway(comm: Any) -> Any:

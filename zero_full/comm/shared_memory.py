@@ -96,7 +96,8 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
             received = {owner: slot(owner, self.rank) for owner in others}
             return Half(len(whole[0]), whole, room, sent, received)
 
-        self[dtype] = cut(0), cut(self.half)
+        with torch.inference_mode(False):  # else calls outside of inference mode could not write to them
+            self[dtype] = cut(0), cut(self.half)
         return self[dtype]
 
 
@@ -197,14 +198,14 @@ class MessageBarrier:
 
     def __call__(self, call: Call) -> None:
         """Wait for every rank."""
-        dist.barrier(self.group)
         self.entered += 1
+        dist.barrier(self.group)
 
-    def ahead(self) -> list[int]:
     def turn(self) -> int:
         """Return the current half: 0 or 1."""
         return self.entered % 2
 
+    def ahead(self) -> list[int]:
         """Return no ranks: messages do not show who waits."""
         return []
 
@@ -244,7 +245,6 @@ class SpinBarrier:
         checksum, odd = crc32(repr(call).encode()), entered & 1
         self.checksums[self.rank][odd] = checksum  # before the counter, which tells others to read it
         self.own_counter.value = entered
-        for rank, theirs in self.others.items():
         self._wait_for_all()
         for rank in self.others:
             if self.checksums[rank][odd] != checksum:
@@ -259,6 +259,7 @@ class SpinBarrier:
     def _wait_for_all(self) -> None:
         """Wait until every rank has arrived as often as this one."""
         entered = self.entered
+        for rank, theirs in self.others.items():
             spins = SPINS
             while theirs.value < entered:
                 spins -= 1

@@ -27,6 +27,7 @@ Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, 
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
 MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for speed
 ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
+TAG = 2**20 + 1  # of messages: on a group that user code uses, too, its messages have others (0 by default)
 CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
 
@@ -164,7 +165,7 @@ class Exchange(BackendTransport):
         """Begin to send to and to receive from all other ranks."""
         calls = [(dist.irecv, receive), (dist.isend, send)]
         ops = [
-            dist.P2POp(call, tensors[rank], self.address[rank], self.group)
+            dist.P2POp(call, tensors[rank], self.address[rank], self.group, TAG)
             for call, tensors in calls
             for rank in self.others
         ]

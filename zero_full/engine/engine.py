@@ -831,8 +831,12 @@ class Engine(DeepSpeedQueries):
         self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters, and return cached memory of torch's allocator to the device."""
+        """Release gathered parameters, and return cached memory of torch's allocator to the device.
+
+        Every rank must call this, because a pass that follows gathers the parameters again.
+        """
         if self.optimizer.gatherer is not None:
+            self.optimizer.on_every_rank("empty_partition_cache", model_parallel=False)
             self.optimizer.gatherer.release_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

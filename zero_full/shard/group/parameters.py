@@ -404,8 +404,9 @@ class FlatParameters:
                 lost += self.written()
             self.hide()
         if self.lent:  # views that user code has kept stay valid: they keep the old memory alone
-            self.lent, self.full = False, torch.empty_like(self.full)
-            self.windows = self._cut_windows()
+            with torch.inference_mode(False):  # else autograd could not use the parameters in a later forward
+                self.lent, self.full = False, torch.empty_like(self.full)
+                self.windows = self._cut_windows()
         self.full.untyped_storage().resize_(0)
         self.state = GatherState.SHARDED
         if lost:
@@ -459,6 +460,8 @@ class FlatParameters:
     def fill(self, member: Member, value: Tensor) -> None:
         """Set a parameter's values, of which this rank keeps its part. Every rank must do the same."""
         self.node_copy = None  # it has the old values
+        if self.state is GatherState.GATHERING:  # a prefetch, which would have the old values on some ranks
+            self.finish_gather()
         if self.state is GatherState.WHOLE:
             self.windows[member.index].copy_(value)
         if not self.released_at_rest:
