@@ -19,6 +19,7 @@ from tests.fuzz.case import (
     PRECISIONS,
     SCHEDULES,
     TIERS,
+    WITHIN,
     Case,
     Layout,
     draw,
@@ -109,6 +110,8 @@ def test_everything_is_drawn() -> None:
     loops = {(case.loop, case.micro_batches) for case in DRAWN if not case.is_pipeline}
     assert loops == {(x, m) for x in LOOPS for m in (1, 2, 3)}
     assert {case.between for case in DRAWN} == {"", *BETWEEN}
+    assert {case.within for case in DRAWN} == {"", *WITHIN}
+    assert any(each.joins for each in layouts)
     uses = [use for case in DRAWN for use in case.uses]
     assert {use.checkpoint for use in uses} == {"", "plain", "reentrant"}
     assert {use.rank for use in uses} == {None, 0, 1, 2, 3} and {use.micro for use in uses} == {None, 0, 1, 2}
