@@ -76,6 +76,17 @@ FOUND = {  # by the search, and mended since
         first=Layout(pipe=2),
         micro_batches=2,
     ),
+    "state in a file that a step writes and reads again": Case(
+        seed=210,
+        width=16,
+        parts=(Part("own", frozen=(0, 2)), Part("own", frozen=(1, 4)), Part("transposed"), Part()),
+        uses=(Use(0), Use(1), Use(2, micro=0), Use(3, micro=1)),
+        optimizer="Adam",
+        instance=True,
+        micro_batches=2,
+        steps=5,
+        first=Layout(stage=3, tier="disk", zero={"reduce_bucket_size": 10**6}),
+    ),
     "a layer that is tied inside a stage whose backward is split": Case(
         parts=(Part(), Part("narrow")),
         uses=(Use(0), *([Use(1)] * 6)),
