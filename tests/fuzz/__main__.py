@@ -102,6 +102,9 @@ HAS: dict[str, Callable[[Case], bool]] = {
         case.is_pipeline and len({use.part for use in case.uses}) < len(case.uses)
     ),
     "activation checkpointing": lambda case: any(use.checkpoint for use in case.uses),
+    "a pass that fails between two steps": lambda case: case.between.startswith("failed"),
+    "something between forward and backward": lambda case: bool(case.within),
+    "small units that are joined": _in_a_leg(lambda layout: layout.joins),
     "1-bit and 0/1 rules": lambda case: case.optimizer in ONE_BIT,
 }
 

@@ -61,7 +61,19 @@ PARAM_TIERS: dict[str, dict[str, Any]] = {
     "disk": {"device": "nvme", "nvme_path": FOLDER, "max_in_cpu": 0},
 }
 LOW = {"bf16": "bf16", "fp16": "fp16", "fp16, dynamic": "fp16"}  # 16-bit parameters, by precision
-BETWEEN = ("eval", "state dict", "gathered", "forward only", "save", "look")
+ANYWHERE = ("eval", "cache", "record on one rank")  # between steps, and between forward and backward
+BETWEEN = (
+    *ANYWHERE,
+    "state dict",
+    "gathered",
+    "forward only",
+    "save",
+    "look",
+    "failed forward",
+    "failed backward",
+)
+WITHIN = (*ANYWHERE, "gathered", "look")
+WHOLE_MODEL = ("forward only", "failed forward", "failed backward")  # which a pipeline does not call
 SCHEDULES = {  # of pipelines, with the stages of a rank
     **{"1f1b": 1, "gpipe": 1},
     **{"interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2},
@@ -83,6 +95,7 @@ class Layout:
     tensor: int = 1  # ranks that split layers; the run has `world` times as many
     pipe: int = 0  # ranks of a pipeline; the run has `world` times as many. 0: no pipeline
     schedule: str = "1f1b"
+    joins: bool = False  # stage 3 joins units of any size, from two on
 
     @property
     def ranks(self) -> int:
@@ -114,6 +127,7 @@ class Case:
     steps: int = 2
     poison: tuple[int, int] | None = None  # in this step this rank's data have an inf
     between: str = ""  # what is done after every step
+    within: str = ""  # what is done between forward and backward
     watched: bool = True  # the reference gets its gradients where zero_full's forward has been
     differ: bool = False  # ranks begin with different values, of which rank 0's count
     first: Layout = Layout()
@@ -221,7 +235,7 @@ def is_valid(case: Case) -> bool:
 
 def _fits_a_pipeline(case: Case) -> bool:
     """Whether the model can be a list of layers of which each stage trains some, in each micro-batch."""
-    if case.optimizer in ONE_BIT or case.loop != "engine" or case.between == "forward only":
+    if case.optimizer in ONE_BIT or case.loop != "engine" or case.between in WHOLE_MODEL or case.within:
         return False
     if any(use.rank is not None or use.checkpoint == "reentrant" for use in case.uses):
         return False  # torch's own: inputs without gradients would end the backward pass there
@@ -324,7 +338,7 @@ def draw(seed: int) -> Case:
         clip=clip,
         steps=steps,
         poison=poison,
-        between=rng.choice(_between(optimizer, layouts)) if rng.random() < 0.25 else "",
+        between=rng.choice(_allowed(BETWEEN, optimizer, layouts)) if rng.random() < 0.35 else "",
         watched=rng.random() < 0.7 or (one_bit and first.precision in LOW),  # rounding decides about signs
         differ=rng.random() < 0.15,
         first=first,
@@ -341,6 +355,8 @@ def draw(seed: int) -> Case:
         )
     if optimizer in ("Adam", "AdamW") and rng.random() < 0.25:
         case = replace(case, corrects=False)
+    if rng.random() < 0.2:
+        case = replace(case, within=rng.choice(_allowed(WITHIN, optimizer, layouts)))
     return _as_pipeline(rng, _with_tensor_ranks(rng, case))
 
 
@@ -402,7 +418,8 @@ def _as_pipeline(rng: random.Random, case: Case) -> Case:
         uses=tuple(uses),
         loop="engine",
         micro_batches=rng.choice([max(each.pipe for each in legs), 4, 5, 6, case.micro_batches]),
-        between="" if case.between == "forward only" else case.between,
+        between="" if case.between in WHOLE_MODEL else case.between,
+        within="",
         poison=poison,
         first=legs[0],
         then=legs[1] if case.then is not None else None,
@@ -422,10 +439,10 @@ def _together(layout: Layout) -> Layout:
     return replace(layout, whole=layout.stage == 3)
 
 
-def _between(optimizer: str, layouts: Sequence[Layout]) -> Sequence[str]:
-    """What may be done between steps: what needs equal ranks, or completes a delayed update, may not."""
+def _allowed(kinds: Sequence[str], optimizer: str, layouts: Sequence[Layout]) -> Sequence[str]:
+    """Those of these kinds that may be done: none that needs equal ranks, or completes a delayed update."""
     apart = optimizer == "ZeroOneAdam" or any("delayed" in each.tier for each in layouts)
-    return ("eval", "forward only") if apart else BETWEEN
+    return [kind for kind in kinds if kind in (*ANYWHERE, "forward only")] if apart else kinds
 
 
 def _goes_on(one: str, other: str) -> bool:
@@ -448,7 +465,8 @@ def _layout(rng: random.Random, optimizer: str) -> Layout:
     if (stage == 3 or wild) and "delayed" not in tier and rng.random() < 0.25:
         param_tier = rng.choice(list(PARAM_TIERS))
     zero, keys = _zero(rng, world, stage), _keys(rng, world)
-    return Layout(world, stage, precision, tier, param_tier, rng.random() < 0.05, zero, keys)
+    whole, joins = rng.random() < 0.05, stage == 3 and rng.random() < 0.4
+    return Layout(world, stage, precision, tier, param_tier, whole, zero, keys, joins=joins)
 
 
 def _zero(rng: random.Random, world: int, stage: int) -> dict[str, Any]:

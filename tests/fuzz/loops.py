@@ -6,7 +6,7 @@ Nothing of the tests is imported here: a script that reproduces a mismatch has o
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,9 @@ OF_TORCH = ("torch", "own accumulation")  # which step the optimizer and not the
 
 
 def do_between(kind: str, engine: Any, batch: Sequence[Any], folder: Path, step: int) -> None:
-    """What people do between steps; nothing of it may change anything. `batch`: arguments of the model, or a
-    pipeline's micro-batches.
+    """What people do between steps, or between forward and backward; nothing of it may change anything.
+
+    batch  arguments of the model, or a pipeline's micro-batches
     """
     if kind == "eval" and isinstance(engine, zero_full.PipelineEngine):
         engine.eval_batch(iter(batch))
@@ -102,3 +103,33 @@ def do_between(kind: str, engine: Any, batch: Sequence[Any], folder: Path, step:
     elif kind == "look":
         for p in engine.module.parameters():
             zero_full.safe_get_full_fp32_param(p)
+    elif kind == "cache":
+        engine.empty_partition_cache()
+    elif kind == "record on one rank":
+        if engine.recorder is not None and not engine.recorder.closed:
+            engine.recorder.close()
+        elif engine.global_rank == step % engine.world_size:
+            engine.record(folder / f"recording{step}.json")
+    elif kind in ("failed forward", "failed backward"):
+        fail(engine, batch, kind == "failed forward", 1 + step)
+
+
+def fail(engine: Any, batch: Sequence[Any], in_forward: bool, number: int) -> None:
+    """A pass that fails at its module or gradient of this number, of which the gradients are discarded."""
+    calls: list[None] = []
+
+    def count(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == number:
+            raise ArithmeticError("on purpose")
+
+    if in_forward:
+        hooks = [module.register_forward_pre_hook(count) for module in engine.module.modules()]
+    else:
+        params = [p for p in engine.module.parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
+    with suppress(ArithmeticError):
+        engine.backward(engine(*batch))
+    for hook in hooks:
+        hook.remove()
+    engine.zero_grad()

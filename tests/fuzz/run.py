@@ -34,8 +34,10 @@ from tests.fuzz.model import (
 from tests.slow_copies import slow_copies
 from zero_full.offload import BlockTier
 from zero_full.optim import muon_groups
+from zero_full.shard.deal import units
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16, dynamic": torch.float16}
+JOINING = {"PARTS": 1, "MIN_JOINED": 2}  # how units of small models are joined, too
 ENTRIES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "square_avg", "step")
 Values = dict[str, Tensor]
 
@@ -139,7 +141,7 @@ def begin(case: Case, layout: Layout, rank: int, folder: Path) -> tuple[Any, Any
         arguments["lr_scheduler"] = schedule_of
     copies = slow_copies(1e7) if "copies" in layout.tier else ExitStack()
     small = mock.patch("zero_full.start.from_config.BlockTier", partial(BlockTier, part_numel=30))
-    with copies, small:
+    with copies, small, mock.patch.multiple(units, **JOINING) if layout.joins else ExitStack():
         engine, optimizer, _, _ = zero_full.initialize(
             model=net, config=config_of(case, layout, str(folder)), **arguments
         )
@@ -209,7 +211,8 @@ def _train(
                 shown.losses[-1].append(float(engine.train_batch(iter(batch))))
             else:
                 noted = shown.losses[-1]
-                calls = [partial(_loss, case, dtype, (step, micro, rank), noted) for micro in micros]
+                act = partial(_loss, case, dtype, noted, engine, folder)
+                calls = [partial(act, (step, micro, rank)) for micro in micros]
                 LOOPS[case.loop](engine, optimizer, calls)
         last = optimizer.last
         shown.norms.append(last.grad_norm)
@@ -226,11 +229,20 @@ def _train(
 
 
 def _loss(
-    case: Case, dtype: torch.dtype, place: tuple[int, int, int], noted: list[float], call: Any
+    case: Case,
+    dtype: torch.dtype,
+    noted: list[float],
+    engine: Any,
+    folder: Path,
+    place: tuple[int, int, int],
+    call: Any,
 ) -> Tensor:
     """The loss of one micro-batch, whose number is noted. `place`: step, micro-batch, rank."""
-    loss: Tensor = call(*_batch(case, dtype, place), place[2], place[1])
+    batch = (*_batch(case, dtype, place), place[2], place[1])
+    loss: Tensor = call(*batch)
     noted.append(float(loss.detach()))
+    if case.within:
+        do_between(case.within, engine, batch, folder, place[0])
     return loss
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.fuzz import loops, model
 from tests.fuzz.case import FOLDER, ONE_BIT, SCHEDULES, Case, Layout, class_of, config_of, group_options
 from tests.fuzz.loops import LOOPS, OF_TORCH
+from tests.fuzz.run import JOINING
+from zero_full.shard.deal import units
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp16, dynamic": "float16"}
 
@@ -30,7 +32,8 @@ def script_of(case: Case, text: str, path: Path) -> str:
         _constants(case),
         inspect.getsource(LOOPS[case.loop]) if case.loop != "own accumulation" else "",
         inspect.getsource(loops.of_torch) if case.loop == "own accumulation" else "",
-        inspect.getsource(loops.do_between) if case.between else "",
+        inspect.getsource(loops.do_between) if case.between or case.within else "",
+        inspect.getsource(loops.fail) if case.between.startswith("failed") else "",
         *_functions(case),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -43,6 +46,7 @@ def _head(case: Case, text: str, path: Path) -> str:
     )
     told = textwrap.indent(text.replace("\\", "/").replace('"""', "'''").rstrip(), "    ")
     copies = any("copies" in layout.tier for layout, _ in case.legs())
+    joins = any(layout.joins for layout, _ in case.legs())
     return f'''"""zero_full beside plain torch. In the project's folder:
 
 {runs}
@@ -58,7 +62,7 @@ The search compares masters, moments and counters, too:
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +76,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_full
 {"from tests.slow_copies import slow_copies" if copies else ""}
+{"from zero_full.shard.deal import units" if joins else ""}
 
 Losses = Sequence[Callable[[Any], Any]]'''
 
@@ -95,6 +100,7 @@ def _constants(case: Case) -> str:
         f"DTYPE = torch.{DTYPES.get(case.first.precision, 'float32')}",
         f"LEGS = [\n{legs},\n]",
         f"TENSOR_RANKS = {[layout.tensor for layout, _ in case.legs()]}  # of each leg",
+        "ENGINES = []",
         f"PIPELINES = {[_pipeline(layout) for layout, _ in case.legs()]}  # ranks, stages of one, placement",
     ]
     return "\n".join(lines)
@@ -103,6 +109,10 @@ def _constants(case: Case) -> str:
 def _pipeline(layout: Layout) -> tuple[int, int, str]:
     placement = "v" if layout.schedule == "zbv" else "loop"
     return layout.pipe, SCHEDULES[layout.schedule], placement
+
+
+def _joins(layout: Layout) -> tuple[int, int]:
+    return (JOINING["PARTS"], JOINING["MIN_JOINED"]) if layout.joins else (units.PARTS, units.MIN_JOINED)
 
 
 def _model(case: Case) -> str:
@@ -128,12 +138,18 @@ def _functions(case: Case) -> Iterator[str]:
     poison = ""
     if case.poison is not None:
         poison = f"        if (step, rank) == {case.poison}:\n            x[0, 0] = float('inf')\n"
+    within = ""
+    if case.within:
+        act = f"do_between({case.within!r}, ENGINES[0], (x.to(DTYPE), ids, rank, micro), FOLDER, step)"
+        within = f"        if ENGINES:\n            {act}\n"
     yield (
         "def losses_of(step, rank):\n"
         "    def loss(call, micro):\n"
         "        x, ids = data(SEED, step, micro, rank, WIDTH)\n"
         f"{poison}"
-        "        return call(x.to(DTYPE), ids, rank, micro)\n\n"
+        "        value = call(x.to(DTYPE), ids, rank, micro)\n"
+        f"{within}"
+        "        return value\n\n"
         "    return [lambda call, micro=micro: loss(call, micro) for micro in range(MICRO_BATCHES)]"
     )
     yield _model(case)
@@ -215,6 +231,10 @@ def _main(case: Case) -> str:
     if case.is_pipeline:
         worlds = [layout.world for layout, _ in case.legs()]
         lines.append(f"    rank %= {worlds}[number]  # of the data")
+    if any(layout.joins for layout, _ in case.legs()):
+        lines.append(
+            f"    units.PARTS, units.MIN_JOINED = {[_joins(each) for each, _ in case.legs()]}[number]"
+        )
     lines += ["    net = model_of(number, rank)", "    freeze(net, PARTS, 0)"]
     is_cut = any(layout.tensor > 1 for layout, _ in case.legs())
     if is_cut:
@@ -232,6 +252,7 @@ def _main(case: Case) -> str:
     given += ", **arguments" if is_cut else ""
     begin = f"engine, optimizer, _, _ = zero_full.initialize(model=net, config=config, {given})"
     lines += ["    with slow_copies(1e7):", f"        {begin}"] if copies else [f"    {begin}"]
+    lines.append("    ENGINES.append(engine)")
     if case.then is not None and case.how == "state dict":
         load = 'engine.load_state_dict(torch.load(FOLDER / f"rank{dist.get_rank()}.pt", weights_only=False))'
         save = 'torch.save(engine.state_dict(), FOLDER / f"rank{dist.get_rank()}.pt")'
@@ -271,7 +292,7 @@ def _main(case: Case) -> str:
         ]
     if case.then is not None:
         lines += ["    if not number:", f"        {save}", "        engine.wait_for_checkpoint()"]
-    lines.append("    state = engine.module_state_dict()")
+    lines += ["    state = engine.module_state_dict()", "    ENGINES.clear()"]
     if case.optimizer not in ONE_BIT:
         worlds = [layout.world for layout, steps in case.legs() for _ in steps]
         who, name_of = "dist.get_rank() == 0", "name"

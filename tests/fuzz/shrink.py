@@ -82,7 +82,8 @@ def _simpler_layouts(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, pipe=0, schedule="1f1b")
     for stage in range(layout.stage):
         yield replace(layout, stage=stage)
-    usual: dict[str, Any] = {"precision": "fp32", "tier": "device", "param_tier": "device", "whole": False}
+    usual: dict[str, Any] = {"precision": "fp32", "tier": "device", "param_tier": "device"}
+    usual |= {"whole": False, "joins": False}
     for name, value in usual.items():
         if getattr(layout, name) != value:
             yield replace(layout, **{name: value})

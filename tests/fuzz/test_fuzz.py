@@ -19,6 +19,7 @@ from tests.fuzz.case import (
     PRECISIONS,
     SCHEDULES,
     TIERS,
+    WITHIN,
     Case,
     Layout,
     draw,
@@ -75,6 +76,17 @@ FOUND = {  # by the search, and mended since
         first=Layout(pipe=2),
         micro_batches=2,
     ),
+    "state in a file that a step writes and reads again": Case(
+        seed=210,
+        width=16,
+        parts=(Part("own", frozen=(0, 2)), Part("own", frozen=(1, 4)), Part("transposed"), Part()),
+        uses=(Use(0), Use(1), Use(2, micro=0), Use(3, micro=1)),
+        optimizer="Adam",
+        instance=True,
+        micro_batches=2,
+        steps=5,
+        first=Layout(stage=3, tier="disk", zero={"reduce_bucket_size": 10**6}),
+    ),
     "a layer that is tied inside a stage whose backward is split": Case(
         parts=(Part(), Part("narrow")),
         uses=(Use(0), *([Use(1)] * 6)),
@@ -109,6 +121,8 @@ def test_everything_is_drawn() -> None:
     loops = {(case.loop, case.micro_batches) for case in DRAWN if not case.is_pipeline}
     assert loops == {(x, m) for x in LOOPS for m in (1, 2, 3)}
     assert {case.between for case in DRAWN} == {"", *BETWEEN}
+    assert {case.within for case in DRAWN} == {"", *WITHIN}
+    assert any(each.joins for each in layouts)
     uses = [use for case in DRAWN for use in case.uses]
     assert {use.checkpoint for use in uses} == {"", "plain", "reentrant"}
     assert {use.rank for use in uses} == {None, 0, 1, 2, 3} and {use.micro for use in uses} == {None, 0, 1, 2}

@@ -234,6 +234,26 @@ def test_ranks_that_run_different_modules_at_stage_3_hear_of_it(shared_memory: b
     assert all(text in said for said in POOL.run(skips, 2, shared_memory))
 
 
+def goes_on(comm: Any) -> tuple[bool, int]:
+    """A step in which ranks have run different modules, and one in which they have not."""
+    model: Any = seeded(Skips)
+    keys = stage3() | {"shared_memory": False}
+    engine, *_ = zero_full.initialize(model=model, config=keys)
+    raised = False
+    for model.skipped in (1 + comm.rank, -1):
+        engine.backward(engine(data(0, 0, comm.rank)))
+        try:
+            engine.step()
+        except zero_full.DisagreementError:
+            raised = True
+            engine.zero_grad()
+    return raised, engine.global_steps
+
+
+def test_ranks_that_have_run_different_modules_can_go_on() -> None:
+    assert POOL.run(goes_on, 2) == [(True, 1)] * 2
+
+
 def hooked(comm: Any, stage: int) -> list[bool]:
     """Whether a hook of the user's has seen a gradient, in the first two passes; on the last parameter."""
     engine, *_ = zero_full.initialize(model=Net(), config=config(stage))

@@ -1,6 +1,7 @@
 """Ranks that send messages: all-gathers that are posted, so that several are on the wire at a time."""
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,9 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import RELEASED, Tower, seeded
-from zero_full.comm.communicator import Communicator
+from zero_full.comm.communicator import Communicator, Posted
 from zero_full.comm.lane import Lane, ThreadLane
+from zero_full.comm.shared_memory import SharedMemory
 from zero_full.comm.transport import own_slice
 from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes import gather
@@ -48,6 +50,7 @@ def many_posted(comm: Any, calls: int) -> tuple[int, int]:
         while len(under_way) > most:
             pending, got, want = under_way.pop(0)
             pending.wait()
+            pending.wait()  # as after an interrupt
             right += torch.equal(got, want)
 
     for number in range(calls):
@@ -237,6 +240,74 @@ def test_a_rank_that_records_uses_its_lane_and_sends_the_same(tmp_path: Path) ->
     assert POOL.run(recorded, 2, tmp_path / "run.json") == [(True, True, True)] * 2
 
 
+def beside_messages_of_the_user(comm: Any) -> tuple[list[float], float]:
+    """Losses of a run without overlap, which uses the default group, and what rank 0 receives beside it."""
+    run = Trained(comm, 3, True, zero={"overlap_comm": False})
+    got, losses = torch.zeros(10_000), list[float]()
+    for number in range(3):
+        work = dist.irecv(got, 1) if comm.rank == 0 else None
+        losses.append(run.step(number))
+        if work is not None:
+            work.wait()
+        elif comm.rank == 1:
+            dist.send(torch.full_like(got, 7.0), 0)
+    run.end()
+    return losses, float(got.sum())
+
+
+def test_messages_of_the_user_are_not_taken_for_those_of_a_run() -> None:
+    want = [each[0][:3] for each in POOL.run(trained, 2, 3, True, 1, {})]
+    assert POOL.run(beside_messages_of_the_user, 2) == [(want[0], 70_000.0), (want[1], 0.0)]
+
+
+def sets_a_value_in_forward(comm: Any, stage: int, messages: bool) -> list[float]:
+    """Losses of steps in which a block sets the weight of a later one, which may be on its way already."""
+    run = Trained(comm, stage, messages)
+    weight, losses = run.engine.module.blocks[5].block.up.weight, list[float]()
+    for number in range(3):
+        value = torch.full(weight.shape, 0.1 * number)
+        hook = run.engine.module.blocks[3].register_forward_pre_hook(
+            lambda *_, value=value: zero_full.safe_set_full_fp32_param(weight, value)
+        )
+        losses.append(run.step(number))
+        hook.remove()
+    run.engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_value_that_is_set_in_a_forward_counts_for_what_comes_after(messages: bool) -> None:
+    want = POOL.run(sets_a_value_in_forward, 2, 2, messages)
+    assert POOL.run(sets_a_value_in_forward, 2, 3, messages) == want
+
+
+def undoes_in_forward(comm: Any) -> tuple[str, bool]:
+    """A change in the middle of a forward that is undone, while a late thread gathers the next unit."""
+    run, gathered = Trained(comm, 3, False), SharedMemory.all_gather
+    run.step(0)
+    block = run.engine.module.blocks[3].block
+
+    def late(self: SharedMemory, whole: Tensor) -> None:
+        time.sleep(0.1 * (comm.rank == 1 and threading.current_thread() is not threading.main_thread()))
+        gathered(self, whole)
+
+    def change(*_: Any) -> None:
+        with zero_full.GatheredParameters([block.up.weight]), torch.no_grad():
+            block.up.weight.add_(1)
+
+    hook = block.down.register_forward_pre_hook(change)
+    with mock.patch.object(SharedMemory, "all_gather", late), pytest.raises(RuntimeError) as caught:
+        run.engine(data(1, 0, comm.rank))
+    hook.remove()
+    values = run.end()[0]
+    return str(caught.value), all(bool(value.isfinite().all()) for value in values.values())
+
+
+def test_a_change_is_undone_behind_the_gathers_that_are_under_way() -> None:
+    for said, right in POOL.run(undoes_in_forward, 2):
+        assert "blocks.3.block.up.weight changed inside GatheredParameters" in said and right
+
+
 def fails_midway(comm: Any) -> Any:
     """A forward that fails on all ranks while gathers are under way, and a step after it."""
     plain = Trained(comm, 3, True)
@@ -264,3 +335,56 @@ def test_gathers_under_way_are_waited_for_when_forward_fails() -> None:
     for want, released, got in POOL.run(fails_midway, 2):
         assert released and got[0] == want[0]
         assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+def interrupted_in(comm: Any, place: str, messages: bool) -> Any:
+    """KeyboardInterrupt ends a pass on all ranks; what is in use and on its way, and what a forward says."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Trained(comm, 3, messages)
+    run.step(0)
+    block, flats = run.engine.module.blocks[3], run.engine.optimizer.parts.flats
+    hooks = {"forward": block.register_forward_pre_hook, "backward": block.register_full_backward_pre_hook}
+    hook = hooks[place](interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(1)
+    hook.remove()
+    users = sum(flat.users for flat in flats)
+    under_way = any(flat.state is GatherState.GATHERING for flat in flats)
+    run.engine.zero_grad()
+    with pytest.raises(RuntimeError) as caught:
+        run.step(1)
+    run.engine.destroy()
+    return users, under_way, str(caught.value)
+
+
+@pytest.mark.parametrize("messages", [True, False])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_ranks_gather_nothing_more_after_an_interrupt(place: str, messages: bool) -> None:
+    for users, under_way, said in POOL.run(interrupted_in, 2, place, messages):
+        assert not users and under_way
+        assert "KeyboardInterrupt has cut a forward or backward pass short" in said
+
+
+def waits_again(comm: Any, messages: bool) -> tuple[bool, bool]:
+    """A wait for a gather that is interrupted; whether any are on their way then, and are right later."""
+    run = Trained(comm, 3, messages)
+    run.step(0)
+    want = run.engine.module_state_dict()
+    job = Posted if messages else type(run.engine.optimizer.lane.submit(list, [], []))
+    with mock.patch.object(job, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.engine(data(1, 0, comm.rank))
+    under_way = [f for f in run.engine.optimizer.parts.flats if f.state is GatherState.GATHERING]
+    for flat in under_way:
+        flat.finish_gather()
+    members = [member for flat in under_way for member in flat.members]
+    right = all(torch.equal(member.param.detach(), want[member.name]) for member in members)
+    run.engine.destroy()
+    return len(under_way) > 0, right
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_gather_whose_wait_is_interrupted_keeps_its_memory_and_is_waited_for_later(messages: bool) -> None:
+    assert POOL.run(waits_again, 2, messages) == [(True, True)] * 2

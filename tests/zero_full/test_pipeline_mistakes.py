@@ -303,6 +303,35 @@ def fail(engine: Any, does: str, rank: int) -> None:
             block.fails, block.does = bool(does), does
 
 
+def fails_in_a_step(comm: Any) -> tuple[str, bool]:
+    """A step that raises; whether the batches after it train as without it."""
+    engine, other, alone = start(), start(), [comm.rank == 1]
+
+    def hook(*_: Any) -> None:
+        if alone and alone.pop():
+            raise ArithmeticError("not this step")
+
+    for number in range(3):
+        if number == 1:
+            handle = engine.basic_optimizer.register_step_pre_hook(hook)
+            said = message(lambda: engine.train_batch(iter(batch(1, data_of(TWO)[0]))))
+            handle.remove()
+            continue
+        for each in (engine, other):
+            each.train_batch(iter(batch(number, data_of(TWO)[0])))
+    pairs = zip(engine.module.parameters(), other.module.parameters(), strict=True)
+    is_equal = all(torch.equal(one, another) for one, another in pairs)
+    is_equal = is_equal and engine.global_steps == other.global_steps == 2
+    engine.destroy()
+    other.destroy()
+    return said, is_equal
+
+
+def test_after_a_step_that_raises_the_next_batch_trains_alone() -> None:
+    for said, is_equal in POOL.run(fails_in_a_step, 2):
+        assert "not this step" in said and is_equal
+
+
 def mistakes(comm: Any) -> dict[str, str]:
     """What each mistake raises on this rank; afterwards the run equals one without mistakes."""
     rank, engine, other = dist.get_rank(), start(), start()

@@ -216,6 +216,22 @@ def test_parameters_can_be_gathered_inside_forward() -> None:
     assert_stage_3_is_stage_2(peeking, units=8)
 
 
+def gathers_in_inference_mode(comm: Any, gathers: bool) -> list[float]:
+    engine, losses = engine_of(), list[float]()
+    for step in range(2):
+        with torch.inference_mode(gathers):
+            if gathers:
+                with zero_full.GatheredParameters(list(engine.module.parameters())):
+                    pass
+        losses.append(one_step(engine, step, comm.rank))
+    engine.destroy()
+    return losses
+
+
+def test_parameters_that_were_gathered_in_inference_mode_can_be_trained() -> None:
+    assert POOL.run(gathers_in_inference_mode, 2, True) == POOL.run(gathers_in_inference_mode, 2, False)
+
+
 def test_while_a_rank_saves_another_one_that_is_a_thread_is_still_guarded() -> None:
     released, saved = nn.Linear(2, 2), nn.Linear(2, 2)
     released.weight.data = placeholder_scalar(torch.float32, torch.device("cpu")).expand(2, 2)

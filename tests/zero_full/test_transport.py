@@ -225,6 +225,7 @@ def many_calls(comm: Any, way: str, calls: int) -> int:
             barrier(call)
             time.sleep(mine.choice([0, 0, 0.002]))
 
+        meet_and_dawdle.turn = getattr(barrier, "turn", None)  # type: ignore[attr-defined]
         by.barrier = meet_and_dawdle
         for seed in range(calls):
             time.sleep(mine.choice([0, 0, 0.002]))
@@ -356,6 +357,30 @@ def one_never_comes(comm: Any, seconds_there: float) -> str:
 )
 def test_a_rank_that_does_not_come_is_named(seconds_there: float, reason: str) -> None:
     assert POOL.run(one_never_comes, 2, seconds_there) == [reason, "not there"]
+
+
+def interrupted_at_a_barrier(comm: Any) -> list[bool]:
+    """KeyboardInterrupt ends a gather on the last rank, which is early; whether the next ones are right."""
+    by, right = share_memory(everyone(), half=HALF), list[bool]()
+    assert by is not None
+    is_interrupted = comm.rank == comm.world_size - 1
+    for seed in range(4):
+        want = torch.cat([numbers(rank, 5, torch.float32, seed) for rank in range(comm.world_size)])
+        whole = torch.zeros_like(want)
+        own_slice(whole, comm.rank, comm.world_size).copy_(own_slice(want, comm.rank, comm.world_size))
+        if seed == 1 and is_interrupted:
+            wait = mock.patch.object(shared.SpinBarrier, "_wait_for", side_effect=KeyboardInterrupt)
+            with wait, pytest.raises(KeyboardInterrupt):
+                by.all_gather(whole)
+            continue
+        time.sleep(0.1 * (seed == 1))
+        by.all_gather(whole)
+        right.append(torch.equal(whole, want))
+    return right
+
+
+def test_ranks_stay_together_after_an_interrupt_at_a_barrier() -> None:
+    assert POOL.run(interrupted_at_a_barrier, 3) == [[True] * 4, [True] * 4, [True] * 3]
 
 
 def test_a_process_that_has_ended_is_noticed_before_anybody_collects_it() -> None:

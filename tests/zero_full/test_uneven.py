@@ -50,6 +50,7 @@ def wrong_ones(comm: Any, seeds: range) -> list[str]:
         barrier(call)
         time.sleep(mine.choice([0, 0, 0.001]))
 
+    dawdle.turn = barrier.turn  # type: ignore[attr-defined]
     shared.barrier = dawdle  # type: ignore[assignment]
     behind = share_memory(new_group(ranks_of(everyone()), like=everyone()), half=64)
     assert behind is not None

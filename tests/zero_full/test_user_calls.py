@@ -36,7 +36,9 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "state": lambda engine, folder: zero_full.safe_get_full_optimizer_state(weight(engine), "exp_avg"),
     "destroy": lambda engine, folder: engine.destroy(gather=True),
     "meet": lambda engine, folder: engine.optimizer.meet(),
+    "empty_partition_cache": lambda engine, folder: engine.empty_partition_cache(),
 }
+SHARDED_ONLY = ("module_state_dict", "empty_partition_cache")  # else every rank has the parameters
 
 
 def made(stage: int, **keys: Any) -> Any:
@@ -71,8 +73,7 @@ def alone(comm: Any, stage: int, call: str, folder: str, keys: dict[str, Any]) -
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_call_that_one_rank_makes_alone_is_an_error_on_all(stage: int, tmp_path: Path) -> None:
     cases = [(stage, call, str(tmp_path), {}) for call in CALLS]
-    if stage == 1:  # every rank has the parameters, and sends nothing
-        cases = [case for case in cases if case[1] != "module_state_dict"]
+    cases = [case for case in cases if stage == 3 or case[1] not in SHARDED_ONLY]
     for case, (first, other) in zip(cases, run_each(alone, 2, cases), strict=True):
         assert "Every rank must make this call" in first, (case, first)
         assert "rank 0 waits in" in first and "for ranks [1]" in first, (case, first)
@@ -111,6 +112,25 @@ def test_ranks_that_make_different_calls_hear_of_it_and_can_go_on() -> None:
     (first, of_first), (second, of_second) = POOL.run(different, 2, 3)
     assert first == second and "rank 0: module_state_dict\n  rank 1: save_weights" in first[0]
     assert of_first == of_second
+
+
+def emptied(comm: Any, empties: bool) -> list[float]:
+    """Losses, with parameters that are released between forward and backward, or that stay until then."""
+    engine, losses = made(3), list[float]()
+    for number in range(3):
+        loss = engine(data(number, 0, comm.rank))
+        if empties:
+            engine.empty_partition_cache()
+            assert not engine.optimizer.gatherer.gathered
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    return losses
+
+
+def test_parameters_that_all_ranks_release_between_two_passes_are_gathered_again() -> None:
+    assert POOL.run(emptied, 2, True) == POOL.run(emptied, 2, False)
 
 
 def typo(comm: Any, stage: int) -> list[str]:

@@ -304,11 +304,13 @@ class Posted:
         self.works = transport.begin_all_gather(whole)
 
     def wait(self) -> None:
-        """Wait until all slices have arrived, and this rank's has left."""
+        """Wait until all slices have arrived, and this rank's has left; again, after an interrupt."""
         try:
             for work in self.works:
-                work.wait()
+                if not work.is_completed():  # a second wait would never end
+                    work.wait()
         except RuntimeError as error:
+            self.works.clear()  # ends the other messages: the caller may free their memory
             raise self.by.failure("all_gather", self.what, error) from error
 
 

@@ -168,7 +168,7 @@ class ThreadLane(_HostLane):
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises none of their errors."""
-        if self.last is not None and not self.last.done() and os.getpid() == self.owner_pid:
+        if self.last is not None and os.getpid() == self.owner_pid:
             self.worker.submit(lambda: None).result()
         self.last = None  # a job keeps its tensors
 

@@ -4,7 +4,9 @@
 collective passes through them piece by piece. Each rank writes a piece into the current half of its own
 window, all ranks enter a barrier (see [Note: spin barrier]), and each reads from the others' windows. The
 next piece uses the other half. One barrier a piece is enough: a rank writes to a half again only after the
-barrier of the next piece, and no rank enters that one before it has read this piece.
+barrier of the next piece, and no rank enters that one before it has read this piece. The current half follows
+from the number of barriers that a rank has entered, and is written once their waits are over. So ranks agree
+on it also after a collective that an interrupt (KeyboardInterrupt) has ended on one of them.
 
 The memory has no name in the file system. The kernel frees it when the last process that maps it ends.
 
@@ -94,7 +96,8 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
             received = {owner: slot(owner, self.rank) for owner in others}
             return Half(len(whole[0]), whole, room, sent, received)
 
-        self[dtype] = cut(0), cut(self.half)
+        with torch.inference_mode(False):  # else calls outside of inference mode could not write to them
+            self[dtype] = cut(0), cut(self.half)
         return self[dtype]
 
 
@@ -107,7 +110,6 @@ class SharedMemory(BackendTransport):
         super().__init__(group)
         half = (windows[0].numel() - PLACE) // 2
         self.windows, self.halves = windows, Halves(windows, self.rank, half)
-        self.turn = 0  # pieces so far: even ones use the first half, odd ones the second
         self.barrier: SpinBarrier | MessageBarrier = MessageBarrier(group)
         if all(pids):
             places = [window[2 * half :] for window in windows]
@@ -121,7 +123,7 @@ class SharedMemory(BackendTransport):
         """Write the other ranks' slices into this rank's window, and sum its own slice from theirs."""
         shard, halves = out.numel(), self.halves[whole.dtype]
         for low in range(0, shard, halves[0].slot):
-            half, numel = halves[self.turn % 2], min(halves[0].slot, shard - low)
+            half, numel = halves[self.barrier.turn()], min(halves[0].slot, shard - low)
             for rank in self.others:
                 start = rank * shard + low
                 half.sent[rank][:numel].copy_(whole[start : start + numel])
@@ -131,20 +133,18 @@ class SharedMemory(BackendTransport):
             for rank in self.others:
                 pieces[rank] = half.received[rank][:numel]
             add_up(pieces, out[low : low + numel], divisor)
-            self.turn += 1  # the other half next: a slower rank may still read this one
 
     def all_gather(self, whole: Tensor) -> None:
         """Write this rank's slice into its window, and copy the others' from theirs."""
         shard, halves = whole.numel() // self.size, self.halves[whole.dtype]
         for low in range(0, shard, halves[0].numel):
-            half, numel = halves[self.turn % 2], min(halves[0].numel, shard - low)
+            half, numel = halves[self.barrier.turn()], min(halves[0].numel, shard - low)
             start = self.rank * shard + low
             half.whole[self.rank][:numel].copy_(whole[start : start + numel])
             self.barrier(self.call)
             for rank in self.others:
                 start = rank * shard + low
                 whole[start : start + numel].copy_(half.whole[rank][:numel])
-            self.turn += 1
 
     def sum_numbers(self, numbers: Tensor) -> None:
         """Write all numbers into this rank's window, and sum all ranks' from theirs.
@@ -156,14 +156,13 @@ class SharedMemory(BackendTransport):
             return
         flat, halves = numbers.reshape(-1), self.halves[numbers.dtype]
         for low in range(0, flat.numel(), halves[0].numel):
-            piece, half = flat[low : low + halves[0].numel], halves[self.turn % 2]
+            piece, half = flat[low : low + halves[0].numel], halves[self.barrier.turn()]
             pieces = [window[: piece.numel()] for window in half.whole]
             pieces[self.rank].copy_(piece)
             self.barrier(self.call)
             # Every rank adds the same numbers in rank order, so all get the same bits. No second barrier: as
             # in an all-gather, others only read this half until all have met for the piece after this one.
             add_up(pieces, piece, 1)
-            self.turn += 1
         if not numbers.is_contiguous():  # then `flat` is a copy
             numbers.copy_(flat.view(numbers.shape))
 
@@ -173,7 +172,7 @@ class SharedMemory(BackendTransport):
         mine[self.rank].copy_(theirs[self.rank])
         halves = self.halves[sent.dtype]
         for low in range(0, splits.most, halves[0].slot):
-            half, high = halves[self.turn % 2], low + halves[0].slot
+            half, high = halves[self.barrier.turn()], low + halves[0].slot
             for rank in self.others:
                 piece = theirs[rank][low:high]
                 half.sent[rank][: piece.numel()].copy_(piece)
@@ -181,7 +180,6 @@ class SharedMemory(BackendTransport):
             for rank in self.others:
                 piece = mine[rank][low:high]
                 piece.copy_(half.received[rank][: piece.numel()])
-            self.turn += 1
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """Run a reduce-scatter, then an all-gather."""
@@ -196,11 +194,16 @@ class MessageBarrier:
     """The backend's barrier, for ranks that cannot use a `SpinBarrier`. It compares no collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self.entered = group, 0
 
     def __call__(self, call: Call) -> None:
         """Wait for every rank."""
+        self.entered += 1
         dist.barrier(self.group)
+
+    def turn(self) -> int:
+        """Return the current half: 0 or 1."""
+        return self.entered % 2
 
     def ahead(self) -> list[int]:
         """Return no ranks: messages do not show who waits."""
@@ -233,7 +236,7 @@ class SpinBarrier:
         self.others = {r: counter for r, counter in enumerate(counters) if r != rank}
         self.pids = list(pids)
         self.timeout_s = (timeout or NEVER).total_seconds()
-        self.entered = 0  # barriers, by this rank
+        self.entered = self.left = 0  # barriers, by this rank
 
     def __call__(self, call: Call) -> None:
         """Wait until every rank has arrived as often as this one; DesyncError if one makes another call."""
@@ -242,6 +245,20 @@ class SpinBarrier:
         checksum, odd = crc32(repr(call).encode()), entered & 1
         self.checksums[self.rank][odd] = checksum  # before the counter, which tells others to read it
         self.own_counter.value = entered
+        self._wait_for_all()
+        for rank in self.others:
+            if self.checksums[rank][odd] != checksum:
+                self._raise_desync(call)
+
+    def turn(self) -> int:
+        """Return the current half: 0 or 1. Wait again if an interrupt has ended the last barrier's wait."""
+        if self.left < self.entered:
+            self._wait_for_all()
+        return self.entered % 2
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank has arrived as often as this one."""
+        entered = self.entered
         for rank, theirs in self.others.items():
             spins = SPINS
             while theirs.value < entered:
@@ -249,9 +266,7 @@ class SpinBarrier:
                 if not spins:
                     self._wait_for(rank, theirs)
                     break
-        for rank in self.others:
-            if self.checksums[rank][odd] != checksum:
-                self._raise_desync(call)
+        self.left = entered
 
     def ahead(self) -> list[int]:
         """Return the ranks that wait at a barrier which this rank has not entered."""

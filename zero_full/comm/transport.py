@@ -27,7 +27,7 @@ Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, 
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
 MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for speed
 ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
-TAG = 0  # of all messages: only their order tells them apart
+TAG = 2**20 + 1  # of messages: on a group that user code uses, too, its messages have others (0 by default)
 CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
 

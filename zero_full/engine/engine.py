@@ -163,7 +163,8 @@ class Engine(DeepSpeedQueries):
         try:
             with self._recorded, self._timed["forward"]():
                 outputs = self.module(*inputs, **named_inputs)
-        except (RuntimeError, MemoryError) as error:
+        except BaseException as error:
+            self._note_interrupt(error)
             self._memory_notes.explain(error, "forward")
             raise
         if not torch.is_grad_enabled():
@@ -198,11 +199,17 @@ class Engine(DeepSpeedQueries):
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
+                self._note_interrupt(error)
                 self.optimizer.reducer.backward.fail()
                 self._memory_notes.explain(error, "backward")
                 raise
             self.optimizer.reducer.finish()
         return loss
+
+    def _note_interrupt(self, error: BaseException) -> None:
+        """Tell the gatherer if an interrupt, such as KeyboardInterrupt, has cut a pass short."""
+        if not isinstance(error, Exception) and self.optimizer.gatherer is not None:
+            self.optimizer.gatherer.interrupt(error)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss divided by the number of micro-batches and multiplied by the loss scale.
@@ -243,11 +250,12 @@ class Engine(DeepSpeedQueries):
             )
         self._stepping = True
         try:
-            self._stepped = self.is_gradient_accumulation_boundary()
+            self._stepped = self.accumulation.step_raised = self.is_gradient_accumulation_boundary()
             if self._stepped:
                 try:
                     with self._timed["step"]():
                         self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
+                    self.accumulation.step_raised = False
                 except (RuntimeError, MemoryError) as error:
                     self._memory_notes.explain(error, "step")
                     raise
@@ -823,8 +831,12 @@ class Engine(DeepSpeedQueries):
         self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters, and return cached memory of torch's allocator to the device."""
+        """Release gathered parameters, and return cached memory of torch's allocator to the device.
+
+        Every rank must call this, because a pass that follows gathers the parameters again.
+        """
         if self.optimizer.gatherer is not None:
+            self.optimizer.on_every_rank("empty_partition_cache", model_parallel=False)
             self.optimizer.gatherer.release_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

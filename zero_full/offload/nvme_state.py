@@ -299,17 +299,18 @@ class OpenNvmeTier(FileStorage, Tier):
         self, blocks: Sequence[Block], owners: Mapping[Block, Any], tensors_of: TensorsOf
     ) -> Pending:
         """Queue reads of blocks on the lane."""
-        there = list[tuple[Block, Tensor, Tensor | None]]()
+        there = list[tuple[Block, Tensor, bool]]()
         for block in blocks:
             block.window = self._memory_at(self.places.begins[block], block.padded_size)
             known = not block.was_written(tensors_of(owners[block]))
-            there.append((block, block.window, block.checksums if known else None))
+            there.append((block, block.window, known))
         return self.lane.submit(partial(self._read, there), [], [])
 
-    def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
+    def _read(self, there: Sequence[tuple[Block, Tensor, bool]]) -> None:
         """Read blocks, and compare checksums where they are known. Runs on the lane."""
         reading, wrong = deque[PieceRead](), dict[Block, str]()
-        for block, window, sums in there:
+        for block, window, known in there:
+            sums = block.checksums if known else None  # only now: a write that was queued before sets them
             for number, piece in enumerate(window.split(PIECE)):
                 if len(reading) == PIECES:
                     self._check(reading.popleft(), wrong)

@@ -128,7 +128,11 @@ class PipelineEngine(Engine):
         scaler, count = self.optimizer.scaler, self.micro_batches
         loss = self._run_batch(data_iter, lambda loss: scaler.times(loss / count), trains=True)
         self.accumulation.micro_steps += count - 1
-        super().step()
+        try:
+            super().step()
+        except Exception:
+            self.optimizer.zero_grad()  # the next batch must not add to this one's gradients
+            raise
         return loss
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

@@ -428,10 +428,13 @@ class GatheredParameters:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
         if not changed:
             return self._compare_whole()
-        for _, chosen, _ in self.stack:
-            for group in chosen:
+        for optimizer, chosen, _ in self.stack:
+            # On the lane: inside a forward, the next units may be on their way on it.
+            lane = optimizer.lane if optimizer.gatherer is None else optimizer.gatherer.lane
+            for flat in (group.parameters for group in chosen):
                 # Overwrite them with the ranks' slices, which have not changed.
-                group.parameters.all_gather(exactly=True)
+                gather = partial(flat.all_gather, lane.producer(), exactly=True)
+                lane.submit(gather, [flat.full], [lane.producer()]).wait()
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
             "modifier_rank, the rank whose values all ranks get"

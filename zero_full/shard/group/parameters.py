@@ -367,23 +367,25 @@ class FlatParameters:
                 self.pending = lane.submit(
                     partial(self.all_gather, self.owner_stream, exactly), used, [self.owner_stream]
                 )
-        except BaseException:
+        except Exception:  # after an interrupt messages may still arrive
             self.full.untyped_storage().resize_(0)
             raise
         self.state = GatherState.GATHERING
 
     def finish_gather(self) -> None:
-        """Wait for the queued all-gather, and show the values; free the memory if it has failed."""
-        pending, self.pending = self.pending, None
-        assert pending is not None
+        """Wait for the queued all-gather, and show the values; free the memory if it has failed.
+
+        After an interrupt (KeyboardInterrupt) it is still under way, and is waited for at the next use.
+        """
+        assert self.pending is not None
         try:
-            pending.wait()
-        except BaseException:
+            self.pending.wait()
+        except Exception:
             self.full.untyped_storage().resize_(0)
-            self.state = GatherState.SHARDED
+            self.state, self.pending = GatherState.SHARDED, None
             raise
         self.show()
-        self.state = GatherState.WHOLE
+        self.state, self.pending = GatherState.WHOLE, None
 
     def release(self) -> None:
         """Free the gathered values, unless a module is using them.
@@ -402,8 +404,9 @@ class FlatParameters:
                 lost += self.written()
             self.hide()
         if self.lent:  # views that user code has kept stay valid: they keep the old memory alone
-            self.lent, self.full = False, torch.empty_like(self.full)
-            self.windows = self._cut_windows()
+            with torch.inference_mode(False):  # else autograd could not use the parameters in a later forward
+                self.lent, self.full = False, torch.empty_like(self.full)
+                self.windows = self._cut_windows()
         self.full.untyped_storage().resize_(0)
         self.state = GatherState.SHARDED
         if lost:
@@ -457,6 +460,8 @@ class FlatParameters:
     def fill(self, member: Member, value: Tensor) -> None:
         """Set a parameter's values, of which this rank keeps its part. Every rank must do the same."""
         self.node_copy = None  # it has the old values
+        if self.state is GatherState.GATHERING:  # a prefetch, which would have the old values on some ranks
+            self.finish_gather()
         if self.state is GatherState.WHOLE:
             self.windows[member.index].copy_(value)
         if not self.released_at_rest:

@@ -50,6 +50,7 @@ class Accumulation:
         self.micro_steps = 0  # micro-batches so far
         self.boundary: bool | None = None  # of the current micro-batch, set by user code; None: by counting
         self._was_set_false = False  # user code has set `boundary` to False since the last step
+        self.step_raised = False  # the engine's step has raised before it has counted
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
         self._plain_losses = 0  # number of these from a plain `loss.backward()`, which did not divide them
         self._lacks_loss = False  # a loss of this step is unknown
@@ -106,8 +107,15 @@ class Accumulation:
         # Losses of the engine's `backward` are divided already, so that their sum is the mean.
         return None if self._lacks_loss or self.loss is None else self.loss / max(1, self._plain_losses)
 
+    def discard(self) -> None:
+        """Forget the losses, because their gradients were discarded. A step that has raised begins anew."""
+        self.forget_losses()
+        if self.step_raised and self.managed and self.boundary is None:
+            self.micro_steps -= self.micro_steps % self.micro_batches
+        self.step_raised = False
+
     def forget_losses(self) -> None:
-        """Forget the losses: a new step begins, or their gradients were discarded."""
+        """Forget the losses: a new step begins."""
         self.loss, self._plain_losses, self._lacks_loss = None, 0, False
 
 
@@ -121,7 +129,7 @@ class BackwardPass:
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.running = False
-        self.failed = False  # the last pass has raised
+        self.failed = False  # a pass has raised since gradients were discarded, and left a part of its own
         # The pass is the step's last (accumulation boundary). A rank without any pass steps with the others,
         # so it begins with the value that their last pass has.
         self.is_boundary = accumulation.managed
@@ -148,7 +156,7 @@ class BackwardPass:
         now = current_backward()
         self.graph_task = now if now >= 0 else None
         self.running, self.divided, self.scaled, self.scaled_at_outputs = True, divided, scaled, False
-        self.divisor, self.failed = None, False
+        self.divisor = None
         self.is_boundary = self.accumulation.is_boundary()
 
     def end(self) -> None:

@@ -49,6 +49,10 @@ log = logging.getLogger("zero_full")
 READ_FAILED_ELSEWHERE = (
     "another rank cannot read its offloaded parameters from their file. Its message says why"
 )
+INTERRUPTED = (
+    "{} has cut a forward or backward pass short, so ranks may be waiting in different all-gathers of "
+    "parameters. End all of them, and resume from a checkpoint"
+)
 DEPTH = 4  # levels of nested objects that are searched for output tensors: distributions, caches, ...
 AHEAD = 2**20  # elements to prefetch where all-gathers are messages of CPU ranks
 Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `ParameterGatherer.me`
@@ -153,8 +157,10 @@ class ParameterGatherer:
         self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
         # All-gathers are messages that need no thread. Equal on all ranks.
         self.posts_messages = any(group.parameters.posts_messages for group in self.unit_of)
+        self.interrupted = ""  # the error of `_begin` after an interrupt
         self.root = self.sites.setdefault(model, Site("", model, UnitState([])))
         self.hooks: list[RemovableHandle] = []
+        self.hooked: list[Site] = []  # all sites with hooks, also of inner modules
         for site in self.sites.values():
             self._install(site, Hook, self.before_forward, self.after_forward)
         self._install_inner(model)
@@ -173,6 +179,7 @@ class ParameterGatherer:
             InnerHook.renumber(handles[0], first=True)
             InnerHook.renumber(handles[1], first=False)
         self.hooks += handles
+        self.hooked.append(site)
 
     def _install_inner(self, model: nn.Module) -> None:
         """Install hooks on modules inside of sites. See [Note: inner modules]."""
@@ -214,6 +221,8 @@ class ParameterGatherer:
         """Queue the all-gather of a group on the lane, if it is sharded."""
         if group.parameters.state is not GatherState.SHARDED:
             return
+        if self.interrupted:
+            raise RuntimeError(self.interrupted)
         if self.reducer.backward.accelerator is not None:
             self.reducer.backward.check_not_capturing()
         self.order_checksum = crc32(group.name.encode(), self.order_checksum)
@@ -223,6 +232,8 @@ class ParameterGatherer:
 
     def release(self, group: ParameterGroup) -> None:
         """Release the parameters, unless a module is using them."""
+        if self.interrupted and group.parameters.state is GatherState.GATHERING:
+            return  # it may never end
         group.parameters.release()
         if group.parameters.state is GatherState.SHARDED and group in self.gathered:
             self.gathered.remove(group)
@@ -354,6 +365,7 @@ class ParameterGatherer:
             return None
         recomputed, trains = current_backward() >= 0, torch.is_grad_enabled()
         if site is self.root and not recomputed:
+            self.reducer.complete_failed()  # other ranks may wait for it before they come to this forward
             self.order = self.training if trains else self.inference
             if self.order.begin():
                 self._log_new_order()
@@ -456,6 +468,21 @@ class ParameterGatherer:
                 self.release(group)
         if self.param_store.is_offloaded:
             self.param_store.cancel_prefetches()
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the calls of a pass that an interrupt has cut short. After it torch runs no hooks.
+
+        `error`: an exception that is no `Exception`, such as KeyboardInterrupt. With several ranks, later
+        all-gathers raise: ranks may have been interrupted at different places, so theirs may be others.
+        """
+        for site in self.hooked:
+            for call in site.active:
+                for group in () if call is None else call.used:
+                    group.parameters.users -= 1
+            site.active.clear()
+        self.order = None
+        if any(group.ranks.size > 1 for group in self.unit_of):
+            self.interrupted = INTERRUPTED.format(type(error).__name__)
 
     def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:
         """Hook the outputs that backward reaches, and find those that are views of parameters.

@@ -308,6 +308,7 @@ class GradientReducer:
         if self.backward.accelerator is not None:
             self.backward.check_not_capturing()
         self.on_begin()
+        self.complete_failed()
         if self.state.are_local or self.state.unclipped != 1:
             self.state.begin_pass()
         self.backward.begin(divided, scaled)
@@ -493,6 +494,15 @@ class GradientReducer:
         self.woken.clear()
 
     # Between passes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def complete_failed(self) -> None:
+        """Run the reductions that a failed pass has left out. Ranks where it succeeded wait for them."""
+        if not (self.unreduced and (self.backward.failed or self.backward.running)):
+            return
+        self.backward.fail()  # a plain `loss.backward()` that has raised is still running
+        if self.syncing and any(group.gradients.has_peers for group in self.groups):
+            self._reduce_rest()
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks, step_hooks
 from zero_full.comm.lane import Pending, lane_for
 from zero_full.comm.topology import this_rank
-from zero_full.errors import CommunicationError, DesyncError, NotFiniteError
+from zero_full.errors import CommunicationError, DesyncError, DisagreementError, NotFiniteError
 from zero_full.offload import DeviceTier, Offload, ParamStore
 from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
@@ -163,6 +163,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.calls = 0  # calls of `step`, which the ranks compare
         self.loads = 0  # how often all values were loaded
+        self.disagreed = False  # a step has raised DisagreementError, and its gradients are not discarded
         self.warned_without_gradients = False
         self.background: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
@@ -316,7 +317,8 @@ class ZeroOptimizer(OptimizerProxy):
             backward = self.reducer.backward
             if backward.failed or backward.running:
                 raise RuntimeError(
-                    "the last backward pass has failed: call zero_grad before the next forward"
+                    "a backward pass of this step has failed, so its gradients are incomplete. Call "
+                    "zero_grad, and repeat the forward and backward passes of this step"
                 )
             if call == STEP:
                 self._run_step_hooks(BEFORE)
@@ -376,11 +378,11 @@ class ZeroOptimizer(OptimizerProxy):
         )
         if written and self.groups.tensor is not None:
             mine = replace(mine, repeated_writes=self.writes.repeated_digest())
-        agreed = self.agreement.exchange(mine)
+        agreed = self._exchange(mine)
         if agreed.late and failure is None:
             # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
             reducer.reduce_late()
-            agreed = self.agreement.exchange(replace(mine, late=0))
+            agreed = self._exchange(replace(mine, late=0))
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
@@ -393,6 +395,13 @@ class ZeroOptimizer(OptimizerProxy):
         if agreed.changed:
             self._adopt_changed()
         return agreed
+
+    def _exchange(self, mine: Contribution) -> Agreed:
+        try:
+            return self.agreement.exchange(mine)
+        except DisagreementError:
+            self.disagreed = True
+            raise
 
     def _adopt_changed(self) -> None:
         """Adopt user code's writes to slices of parameters; raise on every rank if a copy failed."""
@@ -575,10 +584,15 @@ class ZeroOptimizer(OptimizerProxy):
         """
         if set_to_none is False and not self.reducer.backward.failed:
             return zero_in_place(m.param for m in self._members())
+        self.reducer.complete_failed()
         self.reducer.forget()
+        if self.disagreed:  # on all ranks: their later passes are compared anew
+            self.disagreed, self.reducer.order_checksum = False, 0
+            if self.gatherer is not None:
+                self.gatherer.order_checksum = 0
         if self.gatherer is not None:
             self.gatherer.forget()
-        self.accumulation.forget_losses()
+        self.accumulation.discard()
         for group in self.trained:
             gradients = group.gradients
             gradients.forget(free=set_to_none is not None or not gradients.reuses_memory)
