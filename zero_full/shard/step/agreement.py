@@ -211,8 +211,8 @@ class _Side:
         if mine.by_hand.whole or mine.by_hand.slices:
             actions += mine.by_hand.of_all(self.members)
             if slices := mine.by_hand.of_slices(self.members):
-                mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
-        mark = _mark_of(actions, MARK_BITS)
+                mark_of_slices = mark_of([pair.shard.rank, slices], SLICE_BITS)
+        mark = mark_of(actions, MARK_BITS)
         gradients, outside_norm, squares, nonfinite = self._gradients() if counts else ([], [], 0.0, 0.0)
         numbers = [squares, nonfinite, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
         numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
@@ -368,7 +368,7 @@ class PartsAgreement:
         if mine.repeated_writes and not self.has_stages:
             self.actions["parameters written that are not cut"] = mine.repeated_writes
         self.repeated = repeated = head[REPEATED].clone()
-        mark = torch.full_like(repeated, _mark_of([*self.actions.items()], MARK_BITS))
+        mark = torch.full_like(repeated, mark_of([*self.actions.items()], MARK_BITS))
         own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])
         vector, what = torch.cat([head, own]), "squared gradient norm"
         tensor, pipe = self.groups.tensor, self.groups.pipe
@@ -449,7 +449,8 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     return here if on_host else copy_on(device, here)
 
 
-def _mark_of(what: Any, bits: int) -> float:
+def mark_of(what: Any, bits: int) -> float:
+    """Hash anything whose `repr` is equal on every rank into a number of so many bits."""
     return float(zlib.crc32(repr(what).encode()) >> (32 - bits))
 
 
@@ -463,17 +464,24 @@ def actions_of(
     """
     actions: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
     for number, group in enumerate(param_groups):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            kind = type(value)
-            if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
-                value = _comparable(value)
-            if value is not None:
-                actions.append((f"{key} of group {number}", value))
+        actions += [(f"{key} of group {number}", value) for key, value in options_of(group).items()]
     if failure is not None:
         actions.append((ERROR, str(failure)))
     return actions
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that can be compared between ranks."""
+    options = dict[str, Any]()
+    for key, value in group.items():
+        if key == "params":
+            continue
+        kind = type(value)
+        if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
+            value = _comparable(value)
+        if value is not None:
+            options[key] = value
+    return options
 
 
 def _comparable(value: Any) -> Any:
