@@ -170,12 +170,17 @@ def steps_alone(engine: zero_full.Engine, rank: int) -> None:
         engine.optimizer.step()
 
 
+def freeze(engine: zero_full.Engine, rank: int) -> None:
+    engine.module.layers[2].weight.requires_grad_(rank == 1)
+
+
 DIFFERENT = {
     "noise of its own": (noise, "layers.0.weight.* differ between ranks"),
     "p.data = x": (other_memory, "layers.0.weight.* differ between ranks"),
-    "load_module_state_dict": (load, "layers.0.weight.* differ between ranks"),
+    "load_module_state_dict": (load, "layers.0.weight.* differ between ranks|other values of layers.0.bias"),
     "lr as a tensor": (tensor_lr, r"lr of group 0: 0\.0099.* \(rank 0\), 0\.0199.* \(rank 1\)"),
     "maximize": (maximize, r"maximize of group 0: False \(rank 0\), True \(rank 1\)"),
+    "frozen": (freeze, r"frozen parameters: layers.2.weight \(rank 0\), none \(rank 1\)"),
     "a step alone": (
         steps_alone,
         r"a backward pass before the step: True \(rank 0\), False \(rank 1\)",
@@ -184,7 +189,8 @@ DIFFERENT = {
 
 
 def different(comm: Any, name: str, stage: int) -> str:
-    engine, *_ = zero_full.initialize(model=Net(), config=config(stage))
+    zero = RELEASED if stage == 3 else {}
+    engine, *_ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))
     try:
         DIFFERENT[name][0](engine, comm.rank)
         engine.backward(engine(data(0, 0, comm.rank)))
@@ -194,8 +200,13 @@ def different(comm: Any, name: str, stage: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", DIFFERENT)
+AT_STAGE_3 = ("load_module_state_dict", "frozen")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [*((name, stage) for name in DIFFERENT for stage in (0, 2)), *((name, 3) for name in AT_STAGE_3)],
+)
 def test_ranks_that_do_different_things_hear_of_it_at_the_step(name: str, stage: int) -> None:
     first, second = POOL.run(different, 2, name, stage)
     assert first == second

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import own_parameters, version_of
 from zero_full.comm.topology import this_rank
+from zero_full.errors import DisagreementError
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
@@ -108,9 +109,10 @@ def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
     """Load this rank's slices from a whole state dict, which must be the same on every rank."""
+    if optimizer.gatherer is not None:
+        optimizer.on_every_rank("load_module_state_dict")
     optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
-    optimizer.loads += 1
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
     missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
@@ -123,10 +125,41 @@ def load_whole_state_dict(
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
             raise ValueError(f"{name} has shape {shapes}. Load a state dict of this model")
+    if optimizer.gatherer is not None:
+        _check_equal(optimizer, {name: state[name] for name in names & state.keys()}, mine)
+    optimizer.loads += 1
+    for name in names & state.keys():
         optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
         module.load_state_dict(others, strict=False)
+
+
+def _check_equal(
+    optimizer: ZeroOptimizer, values: Mapping[str, Tensor], params: Mapping[str, Parameter]
+) -> None:
+    """Raise on every rank if ranks have different values for a sharded parameter.
+
+    Each rank would keep its slice of other values. The next step compares parameters that are whole on every
+    rank. Every rank must call this.
+    """
+    problems = list[str]()
+    for pair in filter(None, (optimizer.groups.dense, optimizer.groups.expert)):
+        own = dict[str, int]()
+        for name, value in values.items():
+            group, _ = optimizer.parts.places[params[name]]
+            is_of_pair = group.kind.expert == (pair is optimizer.groups.expert)
+            if is_of_pair and group.parameters.released_at_rest:
+                own[name] = checksum(local_of(value).contiguous())
+        everyones = pair.gather_objects(own, "loaded parameters")
+        names = sorted({name for each in everyones for name in each})
+        if differing := [n for n in names if len({each.get(n) for each in everyones}) > 1]:
+            problems.append(
+                f"the state dict has other values of {listed(differing)} on some ranks, or lacks them there. "
+                "Nothing was loaded. Pass the same state dict on every rank"
+            )
+    if problems := gather_messages(optimizer.groups, problems, "loaded parameters"):
+        raise DisagreementError("; ".join(problems))
 
 
 def _laid_out(tensor: Any, value: Any) -> Any:
