@@ -80,7 +80,7 @@ SCHEDULE_NOT_STEPPED = (
 
 
 class Engine(DeepSpeedQueries):
-    """Trains a module with ZeRO. Attributes that the engine lacks are looked up in the module.
+    """Trains a module with ZeRO. Attributes that only the module has are read from it and written to it.
 
     module               the model; its hooks gather parameters and reduce gradients
     optimizer            steps this rank's shards
@@ -90,6 +90,8 @@ class Engine(DeepSpeedQueries):
     training_dataloader  this rank's micro-batches, whose position checkpoints save; None: none
     world_size           data-parallel ranks
     """
+
+    is_made = False  # set by `initialize`: from then on attributes are written as `__setattr__` says
 
     def __init__(
         self,
@@ -805,6 +807,21 @@ class Engine(DeepSpeedQueries):
             raise AttributeError(
                 f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the engine, or of the module if only the module has it.
+
+        Raises AttributeError for a value in the place of a method, which would have no effect.
+        """
+        if not self.is_made or name in vars(self):
+            return super().__setattr__(name, value)
+        if callable(getattr(type(self), name, None)) and not callable(value):
+            raise AttributeError(
+                f"engine.{name} is a method: to assign {value!r} to it would change nothing. Set it in the "
+                f"configuration; an attribute of the module is engine.module.{name}"
+            )
+        is_modules = not hasattr(type(self), name) and hasattr(self.module, name)
+        return setattr(self.module, name, value) if is_modules else super().__setattr__(name, value)
 
     # Memory --------------------------------------------------------------------------------------
 
