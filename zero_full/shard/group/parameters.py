@@ -402,8 +402,9 @@ class FlatParameters:
                 lost += self.written()
             self.hide()
         if self.lent:  # views that user code has kept stay valid: they keep the old memory alone
-            self.lent, self.full = False, torch.empty_like(self.full)
-            self.windows = self._cut_windows()
+            with torch.inference_mode(False):  # the new memory is for training, too
+                self.lent, self.full = False, torch.empty_like(self.full)
+                self.windows = self._cut_windows()
         self.full.untyped_storage().resize_(0)
         self.state = GatherState.SHARDED
         if lost:

@@ -607,6 +607,7 @@ class ZeroOptimizer(OptimizerProxy):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a `state_dict` of the same rank. Every rank must call this."""
+    @torch.inference_mode(False)  # steps write to the state that it makes
         saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
         self.on_every_rank("load_state_dict of the optimizer")
         self.unfinished.check_load("load_state_dict")
