@@ -312,10 +312,19 @@ class GatheredParameters:
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.stack: list[tuple[ZeroOptimizer, Chosen, Any]] = []  # with the context that gathers the groups
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
+        # See `FlatParameters.readers`. Calls that set values on every rank update it.
+        self.before: dict[Member, tuple[int, int]] = {}
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
+        try:
+            self._enter()
+        except BaseException:
+            self._release(adopts=False)
+            raise
+
+    def _enter(self) -> None:
         recorded = [p for p in self.params if record_of(p) is not None]
         if recorded:
             self.recorded = record_of(recorded[0]).recorder.gathered(recorded, self.modifier_rank)
@@ -339,7 +348,10 @@ class GatheredParameters:
             for group in chosen:
                 group.parameters.adopt_assigned()
         if self.modifier_rank is None:
-            self.before = self._fingerprints()
+            for _, chosen, _ in self.stack:
+                for group, members in chosen.items():
+                    self.before |= {member: group.parameters.fingerprint(member) for member in members}
+                    group.parameters.readers.append(self.before)
             self.versions = {p: _version(p) for _, p, _ in self._whole()}
 
     @torch.no_grad()
@@ -361,17 +373,23 @@ class GatheredParameters:
                 for optimizer, _, _ in self.stack:
                     optimizer.announce_call(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
         finally:
-            while self.stack:
-                _, chosen, context = self.stack.pop()
-                for group, members in chosen.items():
-                    # User code may have kept views: `release` must leave them their memory.
-                    group.parameters.lent = group.parameters.released_at_rest
-                    # After an exception all writes are discarded.
-                    group.parameters.note_versions(set(members if adopts else group.members))
-                context.__exit__(*failure)
+            self._release(adopts, *failure)
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
+
+    def _release(self, adopts: bool, *failure: Any) -> None:
+        """Release the parameters. `adopts`: writes to them were adopted or undone; else all are discarded."""
+        while self.stack:
+            _, chosen, context = self.stack.pop()
+            for group, members in chosen.items():
+                flat = group.parameters
+                # User code may have kept views: `release` must leave them their memory.
+                flat.lent = flat.released_at_rest
+                flat.note_versions(set(members if adopts else group.members))
+                flat.readers = [each for each in flat.readers if each is not self.before]
+            context.__exit__(*(failure or (None, None, None)))
+        self.before = {}
 
     def _keep_changes(self) -> str | None:
         """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
@@ -443,19 +461,15 @@ class GatheredParameters:
                 "each rank one of its own expert's group"
             )
 
-    def _fingerprints(self) -> dict[str, tuple[int, int]]:
-        """Return each parameter's version counter, and a checksum for writes that the counter misses."""
-        return {
-            member.name: (version_of(member.param), checksum(group.parameters.windows[member.index]))
-            for _, chosen, _ in self.stack
-            for group, members in chosen.items()
-            for member in members
-        }
-
     def _undo_changes(self) -> str | None:
         """Undo changes on any rank. Returns the error message, equal on all ranks, or None."""
-        before, after = self.before, self._fingerprints()
-        changed = sorted(name for name in before if before[name] != after[name])
+        groups = [pair for _, chosen, _ in self.stack for pair in chosen.items()]
+        changed = sorted(
+            member.name
+            for group, members in groups
+            for member in members
+            if group.parameters.fingerprint(member) != self.before[member]
+        )
         for optimizer, _, _ in self.stack:
             for ranks in optimizer.groups.everyone:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
