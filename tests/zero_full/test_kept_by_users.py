@@ -180,7 +180,7 @@ DIFFERENT = {
     "load_module_state_dict": (load, "layers.0.weight.* differ between ranks|other values of layers.0.bias"),
     "lr as a tensor": (tensor_lr, r"lr of group 0: 0\.0099.* \(rank 0\), 0\.0199.* \(rank 1\)"),
     "maximize": (maximize, r"maximize of group 0: False \(rank 0\), True \(rank 1\)"),
-    "frozen": (freeze, r"frozen parameters: layers.2.weight \(rank 0\), none \(rank 1\)"),
+    "frozen": (freeze, r"frozen parameters: layers.2.weight \(rank 0\), nothing \(rank 1\)"),
     "a step alone": (
         steps_alone,
         r"a backward pass before the step: True \(rank 0\), False \(rank 1\)",

@@ -49,7 +49,7 @@ from zero_full.shard.contents.rank_state import (
 )
 from zero_full.shard.contents.state import Contents, NewState, RankPart
 from zero_full.shard.deal.dealer import Sharded
-from zero_full.shard.group.gradients import Found, names_of
+from zero_full.shard.group.gradients import Found
 from zero_full.shard.group.master import adopt_changed
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup, cut_state, holdings
@@ -353,7 +353,6 @@ class ZeroOptimizer(OptimizerProxy):
             ("gradient clipping", clip),
             ("a backward pass before the step", reducer.had_pass),
             ("order of reductions", reducer.order_checksum),
-            ("frozen parameters", names_of(reducer.frozen) or "none"),
             ("signals watched", self.signals.description),
         ]
         differ = self.local_steps is not None and self.contents.stepper.ranks_differ
@@ -366,6 +365,7 @@ class ZeroOptimizer(OptimizerProxy):
         mine = Contribution(
             used=reducer.used,
             actions=actions,
+            frozen=reducer.frozen,
             stops=self.signals.came is not None,
             alarm=alarm,
             averaged=collected.averaged,
