@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, assert_same, config, data
 from tests.zero_full.stage3_runs import RELEASED, WIDTH, Tower, one_step, seeded, stage3
 
@@ -115,6 +115,24 @@ def stashed(comm: Any, stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_gradient_that_was_kept_does_not_pass_for_the_new_one(stage: int) -> None:
     assert all("has no values" in said for said in POOL.run(stashed, 2, stage))
+
+
+def converted(comm: Any, stage: int) -> None:
+    """Converts gradients between two micro-batches, which would add to them."""
+    engine, *_ = zero_full.initialize(
+        model=Net(), config=config(stage, gradient_accumulation_steps=2, zero_optimization={"stage": stage})
+    )
+    engine.backward(engine(data(0, 0, comm.rank)))
+    engine.step()
+    for param in engine.module.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.float()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+\.grad has no values"):
+        engine.backward(engine(data(0, 1, comm.rank)))
+
+
+def test_a_gradient_without_values_that_was_converted_is_an_error_with_its_name() -> None:
+    run_each(converted, 2, [(1,), (3,)])
 
 
 def old_graph(comm: Any, stage: int) -> str:

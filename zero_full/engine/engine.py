@@ -183,8 +183,7 @@ class Engine(DeepSpeedQueries):
 
         scale_wrt_gas  False: the loss is divided already, and is returned as it is
         """
-        if self.optimizer.closed:
-            raise RuntimeError("backward after destroy. Initialize the model again")
+        self.optimizer.check_open("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}. Take its mean, for example")
@@ -734,6 +733,7 @@ class Engine(DeepSpeedQueries):
         itself, or does not call `engine.step`, uses `optimizer.watch_signals()` instead.
         """
         stopping = Stopping(self.optimizer, self.save_checkpoint, save_dir, tag, client_state)
+        self.optimizer.check_open("on_signal")
         stopping.watch(signals)
         if self.stopping is None:
             self.optimizer.register_step_pre_hook(self._check_step_of_engine)

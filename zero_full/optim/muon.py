@@ -187,7 +187,8 @@ class Orthogonal:
         """Orthogonalize the matrix."""
         group = self.groups[whole.group]
         by = orthogonalized_by_gram if group["ns_method"] == "gram" else orthogonalized
-        return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
+        with torch.autocast(values.device.type, enabled=False):  # user code may step inside autocast
+            return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
 
     def take(self, piece: Piece, values: Tensor) -> None:
         """Update the piece along its part of the orthogonalized matrix."""

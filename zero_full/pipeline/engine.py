@@ -272,8 +272,7 @@ class PipelineEngine(Engine):
         ) from error
 
     def _check_ready(self, call: str) -> None:
-        if self.optimizer.closed:
-            raise RuntimeError(f"{call} after destroy. Initialize the model again")
+        self.optimizer.check_open(call)
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % call)
         self._check_not_reading(call)

@@ -93,7 +93,6 @@ from zero_full.shard.step.wrapped_optimizer import (
 
 log = logging.getLogger("zero_full")
 STEP = "step"  # the call that the ranks compare, besides "grad_norm"
-CLOSED = "step after destroy. Initialize the model again"
 
 
 @dataclass(frozen=True)
@@ -308,8 +307,9 @@ class ZeroOptimizer(OptimizerProxy):
 
         Appends to `changed` for each group whose parameters it compares: see `Master.compare`.
         """
-        if self.closed or self.states_offloaded:
-            raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
+        if self.states_offloaded:
+            raise RuntimeError(OFFLOADED)
+        self.check_open(call)
         if isinstance(self.base, NoOptimizer):
             raise RuntimeError(NO_OPTIMIZER)
         try:
@@ -562,6 +562,7 @@ class ZeroOptimizer(OptimizerProxy):
     def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
         """Handle these signals until `destroy` by setting `stop_requested`. Every rank must call this."""
         self.signals.watch(signals)
+        self.check_open("watch_signals")
 
     @property
     def stop_requested(self) -> bool:
@@ -599,6 +600,7 @@ class ZeroOptimizer(OptimizerProxy):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: ranges of parameters and state, the groups' options, the loss scale."""
         self.check_between_steps("state_dict")
+        self.check_open("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
         part = rank_part(self.contents, self.scaler)
@@ -645,6 +647,11 @@ class ZeroOptimizer(OptimizerProxy):
                 self.reducer.wake(group)
 
     def check_between_steps(self, call: str) -> None:
+    def check_open(self, call: str) -> None:
+        """Raise RuntimeError after `destroy`, which has freed state and process groups."""
+        if self.closed:
+            raise RuntimeError(f"{call} after destroy. Initialize the model again")
+
         """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
         self.unfinished.check_values(call)
         if self.reducer.began and self.reducer.state.are_new:
