@@ -648,7 +648,8 @@ class Engine(DeepSpeedQueries):
             from zero_full.generation.deltas import Deltas
 
             if self._deltas is None or not self._deltas.fits(dtype, merge_adapters, since):
-                self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters, self._deltas)
+                with torch.inference_mode(False):  # steps write to what it makes
+                    self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters, self._deltas)
             return self._deltas.weights(bucket_bytes)
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
@@ -732,8 +733,8 @@ class Engine(DeepSpeedQueries):
         Previous handlers of these signals are not called until `destroy` restores them. A loop that ends
         itself, or does not call `engine.step`, uses `optimizer.watch_signals()` instead.
         """
-        stopping = Stopping(self.optimizer, self.save_checkpoint, save_dir, tag, client_state)
         self.optimizer.check_open("on_signal")
+        stopping = Stopping(self.optimizer, self.save_checkpoint, save_dir, tag, client_state)
         stopping.watch(signals)
         if self.stopping is None:
             self.optimizer.register_step_pre_hook(self._check_step_of_engine)
