@@ -124,6 +124,7 @@ def initialize(
     if engine.reporting is not None:
         engine.reporting.monitors = monitors
     _announce(engine, optimizer, lr_scheduler)
+    engine.is_made = True
     return engine, wrapped, loader, schedule
 
 

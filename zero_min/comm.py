@@ -31,7 +31,7 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class Handle:
-    """A collective that has been started. Its result may be read after `wait()`."""
+    """A collective that has been started. Its result may be read after `wait()`, which counts once."""
 
     wait: Callable[[], object]
 

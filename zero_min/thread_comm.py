@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -178,8 +179,8 @@ class ThreadComm(Comm):
         return whole.copy_(joined.view_as(whole))
 
     def _start_all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Handle:
-        # Threads share a memory, so nothing has to travel: the ranks meet when they wait.
-        return Handle(lambda: self._all_gather(call, whole, mine))
+        # Threads share a memory, so nothing has to travel: the ranks meet when they wait, the first time.
+        return Handle(cache(lambda: self._all_gather(call, whole, mine)))
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         call = describe(f"broadcast from {source}", tensor)

@@ -226,6 +226,13 @@ def test_mistakes_name_the_parameter_and_the_remedy() -> None:
         KeyError, match=r"no state 'momentum' for layers.2.weight, only step, exp_avg, exp_avg_sq"
     ):
         zero_full.safe_get_full_optimizer_state(weight, "momentum")
+    one, text = torch.ones(1), "this rank owns 169 elements of layers.2.weight, got a tensor of 1"
+    with pytest.raises(ValueError, match=text):
+        zero_full.safe_set_local_fp32_param(weight, one)  # it would have been written to each element
+    with pytest.raises(ValueError, match=text):
+        zero_full.safe_set_local_optimizer_state(weight, one, "exp_avg")
+    with pytest.raises(ValueError, match=text):
+        zero_full.safe_set_local_grad(weight, one)
 
 
 class HalfFrozen(Net):

@@ -207,6 +207,8 @@ def of_an_engine(folder: Path) -> dict[str, Any]:
         "rank": [deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()],
     }
     engine.lr_scheduler = None  # as Lightning does
+    model.temperature, engine.temperature = 1, 2
+    seen["written"] = model.temperature
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     seen["schedule"] = schedule.last_epoch
@@ -239,6 +241,7 @@ def test_the_engine_is_a_module_with_a_mapping_as_configuration(tmp_path: Path) 
         "clone": [True, True],
         "rank": [0, 1],
         "schedule": 1,
+        "written": 2,
         "hooks": [[], False],
         "again": [True, True],
     }

@@ -118,6 +118,12 @@ def test_what_the_engine_does_not_know_the_module_does() -> None:
     assert engine.train().module.training
     with pytest.raises(AttributeError, match="neither Engine nor Net has an attribute 'no_such_thing'"):
         _ = engine.no_such_thing
+    engine.module.temperature = 1.0
+    engine.temperature, engine.of_the_loop, engine.skipped_steps = 2.0, 3, 4
+    assert engine.module.temperature == engine.temperature == 2.0  # the module computes with it
+    assert not hasattr(engine.module, "of_the_loop") and not hasattr(engine.module, "skipped_steps")
+    with pytest.raises(AttributeError, match=r"gradient_clipping is a method: to assign 1.0 to it"):
+        engine.gradient_clipping = 1.0  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("given", ["instance", "class", "function", "config", "groups"])

@@ -153,6 +153,23 @@ def test_an_overflow_in_one_expert_skips_the_step_everywhere(stage: int, bad: tu
         assert all(bool(p.isfinite().all()) for p in got["parameters"].values())
 
 
+def frozen_expert(comm: Any) -> bool:
+    """Whether a step changes this rank's expert. The first of two experts is frozen on its ranks."""
+    topology, row = topology_of(comm.rank, 2)
+    model = WithExpert(comm.rank % 2, 2)
+    engine, *_ = zero_full.initialize(model=model, config=keys_of(1), optimizer=sgd, topology=topology)
+    model.expert.requires_grad_(comm.rank % 2 == 1)
+    before = model.expert.detach().clone()
+    x = [data(0, 0, rank) for rank in range(WORLD)]
+    engine.backward(engine(x[comm.rank], [x[rank] for rank in row]))
+    engine.step()
+    return not torch.equal(model.expert, before)
+
+
+def test_an_expert_may_be_frozen_where_others_are_not() -> None:
+    assert POOL.run(frozen_expert, WORLD) == [False, True, False, True]
+
+
 def test_the_check_of_calls_tells_expert_groups_and_data_groups_of_the_same_ranks_apart() -> None:
     keys = keys_of(2, debug={"check_collectives": True, "timeout_s": 5})
     for got in POOL.run(expert_run, WORLD, 1, keys):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -114,6 +115,9 @@ def check(engine: Any) -> None:
         assert torch.equal(model(PROMPTS), want)
     with engine.generation(merge_adapters=True) as model:
         assert torch.equal(model(PROMPTS), want)
+        for read in (engine.module_state_dict, lambda: list(engine.weights()), engine.state_dict):
+            with pytest.raises(RuntimeError, match="adapters are merged into base weights"):
+                read()
         model.blocks[0].up.unmerge()  # as a model with disabled adapters does
     assert not any(
         module.merged_adapters for module in engine.module.modules() if isinstance(module, Adapted)
@@ -176,6 +180,26 @@ def merged_changes(comm: Any, stage: int, precision: str, dtype: torch.dtype | N
     assert plain.differs_from(engine.module_state_dict()) == []
     engine.destroy()
     assert 0 < max(sizes[2:4]) < sizes[0]
+
+
+def disabled_meanwhile(comm: Any, delta: bool, begun: bool) -> None:
+    """Adapters are disabled after the call, as in PEFT's `disable_adapter`; merged weights are without."""
+    engine = zero_full.initialize(model=seeded(AdaptedLanguage), config=config(1))[0]
+    layers: list[Any] = [module for module in engine.module.modules() if isinstance(module, Adapted)]
+    weights = engine.weights(bucket_bytes=1, delta=delta, merge_adapters=True)
+    if begun:
+        next(weights)
+    for layer in layers:
+        layer.disable_adapters = True
+    with pytest.raises(RuntimeError, match="other adapters have become active since"):
+        list(weights)
+    names = {name for name, *_ in engine.weights(delta=delta, merge_adapters=True)}
+    assert "blocks.0.up.weight" in names
+    engine.destroy()
+
+
+def test_adapters_that_change_while_an_iterator_is_read_are_an_error() -> None:
+    run_each(disabled_meanwhile, 2, [(d, b) for d in (False, True) for b in (False, True)])
 
 
 def test_changes_of_merged_weights_and_of_adapters_alone() -> None:

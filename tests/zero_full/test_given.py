@@ -206,6 +206,11 @@ def test_steps_and_losses_that_can_do_nothing_say_so(caplog: pytest.LogCaptureFi
     engine.destroy()
     with pytest.raises(RuntimeError, match="backward after destroy"):
         engine.backward(loss)
+    for call in (engine.state_dict, engine.offload_states, optimizer.watch_signals):
+        with pytest.raises(RuntimeError, match=f"{call.__name__} after destroy"):
+            call()
+    with pytest.raises(RuntimeError, match="on_signal after destroy"):
+        engine.on_signal("nowhere")
 
 
 def test_a_sparse_gradient_by_hand_is_refused_by_name() -> None:

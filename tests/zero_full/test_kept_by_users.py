@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, assert_same, config, data
 from tests.zero_full.stage3_runs import RELEASED, WIDTH, Tower, one_step, seeded, stage3
 
@@ -117,6 +117,24 @@ def test_a_gradient_that_was_kept_does_not_pass_for_the_new_one(stage: int) -> N
     assert all("has no values" in said for said in POOL.run(stashed, 2, stage))
 
 
+def converted(comm: Any, stage: int) -> None:
+    """Converts gradients between two micro-batches, which would add to them."""
+    engine, *_ = zero_full.initialize(
+        model=Net(), config=config(stage, gradient_accumulation_steps=2, zero_optimization={"stage": stage})
+    )
+    engine.backward(engine(data(0, 0, comm.rank)))
+    engine.step()
+    for param in engine.module.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.float()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+\.grad has no values"):
+        engine.backward(engine(data(0, 1, comm.rank)))
+
+
+def test_a_gradient_without_values_that_was_converted_is_an_error_with_its_name() -> None:
+    run_each(converted, 2, [(1,), (3,)])
+
+
 def old_graph(comm: Any, stage: int) -> str:
     zero = RELEASED if stage == 3 else {}
     engine, optimizer, _, _ = zero_full.initialize(
@@ -170,12 +188,17 @@ def steps_alone(engine: zero_full.Engine, rank: int) -> None:
         engine.optimizer.step()
 
 
+def freeze(engine: zero_full.Engine, rank: int) -> None:
+    engine.module.layers[2].weight.requires_grad_(rank == 1)
+
+
 DIFFERENT = {
     "noise of its own": (noise, "layers.0.weight.* differ between ranks"),
     "p.data = x": (other_memory, "layers.0.weight.* differ between ranks"),
-    "load_module_state_dict": (load, "layers.0.weight.* differ between ranks"),
+    "load_module_state_dict": (load, "layers.0.weight.* differ between ranks|other values of layers.0.bias"),
     "lr as a tensor": (tensor_lr, r"lr of group 0: 0\.0099.* \(rank 0\), 0\.0199.* \(rank 1\)"),
     "maximize": (maximize, r"maximize of group 0: False \(rank 0\), True \(rank 1\)"),
+    "frozen": (freeze, r"frozen parameters: layers.2.weight \(rank 0\), nothing \(rank 1\)"),
     "a step alone": (
         steps_alone,
         r"a backward pass before the step: True \(rank 0\), False \(rank 1\)",
@@ -184,7 +207,8 @@ DIFFERENT = {
 
 
 def different(comm: Any, name: str, stage: int) -> str:
-    engine, *_ = zero_full.initialize(model=Net(), config=config(stage))
+    zero = RELEASED if stage == 3 else {}
+    engine, *_ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))
     try:
         DIFFERENT[name][0](engine, comm.rank)
         engine.backward(engine(data(0, 0, comm.rank)))
@@ -194,8 +218,13 @@ def different(comm: Any, name: str, stage: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", DIFFERENT)
+AT_STAGE_3 = ("load_module_state_dict", "frozen")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [*((name, stage) for name in DIFFERENT for stage in (0, 2)), *((name, 3) for name in AT_STAGE_3)],
+)
 def test_ranks_that_do_different_things_hear_of_it_at_the_step(name: str, stage: int) -> None:
     first, second = POOL.run(different, 2, name, stage)
     assert first == second

@@ -11,6 +11,7 @@ from torch import Tensor
 import zero_full
 from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference, run
+from tests.zero_full.stage3_runs import RELEASED
 from zero_full.comm.lane import LazyLane
 from zero_full.shard.step import optimizer as shard_optimizer
 
@@ -150,3 +151,28 @@ def test_a_saved_run_continues_bit_for_bit(world_size: int, stage: int, keys: di
     more = {**keys, "scheduler": WARM, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     for whole, continued in run_in("processes", halfway, world_size, stage, more):
         assert_same(continued, whole)
+
+
+def evaluated_first(comm: Any, stage: int, what: str) -> None:
+    """Before each step something happens in inference mode: torch lets no other code write to its tensors."""
+    zero = RELEASED if stage == 3 else {}
+    engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))
+    for step in range(2):
+        with torch.inference_mode():
+            if what == "forward":
+                engine(data(9, 0, comm.rank))
+            elif what == "gathered":
+                with zero_full.GatheredParameters(list(engine.module.parameters())):
+                    assert all(bool(param.isfinite().all()) for param in engine.module.parameters())
+            elif what == "values":
+                zero_full.safe_get_full_fp32_param(engine.module.layers[2].weight)
+            else:
+                engine.load_state_dict(engine.state_dict())
+        engine.backward(engine(data(step, 0, comm.rank)))
+        engine.step()
+    engine.destroy()
+
+
+def test_training_goes_on_after_a_first_evaluation_in_inference_mode() -> None:
+    ways = ("forward", "gathered", "values", "state")
+    run_each(evaluated_first, 2, [(stage, what) for stage in (1, 3) for what in ways])

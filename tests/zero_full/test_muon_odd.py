@@ -381,3 +381,24 @@ def edited(comm: Any, edit: Keys) -> tuple[str, bool]:
 def test_a_group_that_is_edited_in_vain_is_refused_before_anything_moves(edit: Keys, message: str) -> None:
     for said, same in POOL.run(edited, 2, edit):
         assert message in said and same, said
+
+
+def in_autocast(comm: Any, enabled: bool) -> Tensor:
+    """A matrix after two steps that were taken inside `torch.autocast`, or not."""
+    options = {"lr": 0.1, "ns_method": "gram"}
+    torch.manual_seed(0)
+    made = config(1, optimizer={"type": "Muon", "params": options})
+    model = nn.Sequential(nn.Linear(WIDTH, 60), nn.Tanh(), nn.Linear(60, 8))
+    engine, *_ = zero_full.initialize(model=model, config=made)
+    for step in range(2):
+        engine.backward(engine(data(step, 0, comm.rank)).square().mean())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            engine.step()
+    weight: Tensor = model[0].weight.detach().clone()
+    engine.destroy()
+    return weight
+
+
+def test_a_step_inside_autocast_has_the_same_bits() -> None:
+    (plain, _), (inside, _) = run_each(in_autocast, 2, [(False,), (True,)])
+    assert torch.equal(plain, inside)

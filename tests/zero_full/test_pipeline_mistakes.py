@@ -26,6 +26,7 @@ from tests.zero_full.pipeline_runs import (
 from zero_full import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_full.pipeline.handover import Handover
 from zero_full.pipeline.partition import balanced, partition
+from zero_full.pipeline.stage_options import DIFFERENT
 
 TWO = Case(2)
 SHARED = nn.Linear(WIDTH, WIDTH)
@@ -354,6 +355,10 @@ def mistakes(comm: Any) -> dict[str, str]:
     for call in (*WHOLE, *PARTLY):
         argument = [] if call == "step" else [torch.zeros(())]
         found[call] = message(lambda: getattr(engine, call)(*argument))  # noqa: B023
+    (group,) = engine.optimizer.param_groups
+    rate, group["lr"] = group["lr"], 0.5 if rank < 2 else group["lr"]
+    found["lr of a stage"] = message(lambda: engine.train_batch(some(MICRO_BATCHES)))
+    group["lr"] = rate
     engine.eval_batch(some(MICRO_BATCHES))
     short = [
         tuple(t[:, :3] for t in pair) for pair in batch(1, data_of(TWO)[0])
@@ -368,6 +373,10 @@ def mistakes(comm: Any) -> dict[str, str]:
     )
     for each in (engine, other):
         each.destroy()
+    engine = TWO.start()
+    engine.optimizer.param_groups[0]["maximize"] = rank < 2
+    found["maximize of a stage"] = message(lambda: engine.train_batch(some(MICRO_BATCHES)))
+    engine.destroy()
     engine = start(loss=lambda logits, labels: logits)
     found["no scalar"] = message(lambda: engine.train_batch(some(MICRO_BATCHES)))
     engine.destroy()
@@ -380,6 +389,7 @@ def mistakes(comm: Any) -> dict[str, str]:
 
 WHOLE = ("forward", "backward", "scale", "step")
 PARTLY = ("save_weights", "load_weights", "save_16bit_model", "generation", "weights")
+DIFFER = DIFFERENT.partition("{")[0]
 FAILED = "RuntimeError: the batch failed, and no parameter has changed. "
 EXPECTED = {
     "raise 0": f"{FAILED}rank 3: forward of stage 1, micro-batch 0: ArithmeticError: this layer has given up",
@@ -395,6 +405,8 @@ EXPECTED = {
     "shapes": "micro-batch 3 of the step has inputs of other shapes ((1, 5)) than the first ((2, 5))",
     **dict.fromkeys(WHOLE, "RuntimeError: a PipelineEngine runs whole batches, not "),
     **dict.fromkeys(PARTLY, "each rank has the layers of its own stages only"),
+    "lr of a stage": f"{FAILED}{DIFFER}rank 0: lr: 0.5; rank 1: lr: 0.5; rank 2: lr: 0.01; rank 3: lr: 0.01",
+    "maximize of a stage": f"{FAILED}{DIFFER}rank 0: options of the tied layer",
     "afterwards": "True True 3",
     "no scalar": "ValueError: loss_fn returns a tensor of shape (2, 5, 11), but the loss must be a scalar",
     "micro-batches": "pipeline.schedule '1f1b' cannot run gradient_accumulation_steps 1 micro-batches on 2",

@@ -163,6 +163,13 @@ def edits(comm: Any, modifier_rank: int, name: str, bf16: bool) -> None:
     if param.requires_grad:
         assert torch.equal(zero_full.safe_get_full_fp32_param(param), want.float())
     assert is_released(param) and engine.optimizer.gatherer.live == 0
+    with zero_full.GatheredParameters(param):  # what is set on every rank is no change of one rank
+        with zero_full.GatheredParameters([param], modifier_rank=modifier_rank), torch.no_grad():
+            param.fill_(20 + comm.rank)
+        assert bool((param == 20 + modifier_rank).all())
+        if param.requires_grad:
+            zero_full.safe_set_full_fp32_param(param, torch.full(param.shape, 20.0 + modifier_rank))
+    assert_same(engine.module_state_dict(), {**before, name: want + 10})
 
 
 @pytest.mark.parametrize("name", ["blocks.5.up.weight", "blocks.3.base.bias"])
@@ -187,6 +194,22 @@ def refused(comm: Any, modifier_rank: int | None) -> tuple[str, bool]:
 def test_changes_that_are_nobodys_are_refused_and_undone() -> None:
     for said, trains in POOL.run(refused, 2, None):
         assert "blocks.3.up.weight changed" in said and "modifier_rank" in said and trains
+
+
+def not_entered(comm: Any) -> None:
+    engine, other = engine_of(), engine_of()
+    other.offload_states()
+    both = [engine.module.blocks[3].up.weight, other.module.blocks[3].up.weight]
+    with (
+        pytest.raises(RuntimeError, match="states are offloaded"),
+        zero_full.GatheredParameters(both),
+    ):
+        pass
+    assert is_released(both[0]) and engine.optimizer.gatherer.live == 0
+
+
+def test_a_block_that_cannot_be_entered_leaves_nothing_gathered() -> None:
+    POOL.run(not_entered, 2)
 
 
 def test_a_modifier_rank_that_does_not_exist_is_refused() -> None:

@@ -306,7 +306,7 @@ def test_bits_of_changed_elements() -> None:
         return [index for found in changes.indices(start, stop) for index in found.tolist()]
 
     assert int(changes.count(0, numel)) == numel  # before the first call
-    changes.clear(old)
+    changes.take(old)
     assert indices(0, numel) == []
     new, places = old.clone(), [0, 7, 8, 13, CHUNK - 1, CHUNK, CHUNK + 9, numel - 1]
     new[places] = torch.tensor([1.0, -0.0, float("nan"), 2, 3, 4, 5, 6], dtype=torch.bfloat16)
@@ -323,18 +323,18 @@ def test_bits_of_changed_elements() -> None:
     assert indices(0, numel) == places and not changes.written
     changes.look(torch.where(new == 5, old, new))  # not as the step has left it
     assert int(changes.count(0, numel)) == numel and changes.written
-    changes.clear(new)
+    changes.take(new)
     changes.look_for_writes(torch.where(finite == 0, old, finite), finite.float())  # 0.0 is not -0.0
     assert int(changes.count(0, numel)) == numel and changes.written
-    changes.clear(new)
+    changes.take(new)
     changes.compare(None, new)  # a step whose old values were not kept
     assert int(changes.count(0, numel)) == numel and not changes.written
-    changes.clear(new)
+    changes.take(new)
     changes.is_marked = True
     changes.bits_of(CHUNK, 9)[:] = 3
     changes.compare(None, new)  # a step that has set the bits itself
     assert indices(0, numel) == [CHUNK, CHUNK + 1, CHUNK + 8, CHUNK + 9]
-    changes.clear(wide := new.float())
+    changes.take(wide := new.float())
     changes.keep(wide)
     changes.compare(None, torch.where(wide == 3, wide + 1e-4, wide).where(wide != 4, 4.25))  # 3 rounds to 3
     assert indices(0, numel) == [CHUNK]
@@ -465,15 +465,113 @@ def two_receivers(comm: Any) -> None:
 
 def ranks_differ(comm: Any) -> None:
     engine = engine_of(1, "bf16")
-    list(engine.weights(delta=True))
-    with pytest.raises(DesyncError, match="since version 1"):
-        list(engine.weights(delta=True, since=comm.rank))
+    weights = engine.weights(delta=True)
+    list(weights)
+    with pytest.raises(DesyncError, match=f"since version {weights.version}"):
+        list(engine.weights(delta=True, since=comm.rank * weights.version))
     engine.destroy()
+
+
+def version_of_another_run(comm: Any) -> None:
+    """A receiver that has the version of another engine gets everything, also if both have counted as far."""
+    engines, server = [engine_of(1, "bf16") for _ in range(2)], Server()
+    for engine in engines:
+        server.update(engine.weights(delta=True))
+        train_step(engine, 0, comm.rank)
+        weights = engine.weights(delta=True)
+        server.update(weights)
+    server.update(engines[0].weights(delta=True, since=weights.version))
+    assert server.differs_from(engines[0].module_state_dict()) == []
+    for engine in engines:
+        engine.destroy()
 
 
 def test_two_receivers_get_everything_or_an_error() -> None:
     POOL.run(two_receivers, 2)
     POOL.run(ranks_differ, 2)
+    POOL.run(version_of_another_run, 2)
+
+
+# What happens while an iterator is read -----------------------------------------------------------
+
+
+def set_master(engine: Any, param: nn.Parameter, rank: int) -> None:
+    zero_full.safe_set_full_fp32_param(param, torch.full(param.shape, 0.5))
+
+
+def edit(engine: Any, param: nn.Parameter, rank: int) -> None:
+    with zero_full.GatheredParameters([param], modifier_rank=0):
+        if rank == 0:
+            param.data.add_(1)
+
+
+def add(engine: Any, param: nn.Parameter, rank: int) -> None:
+    param.data.add_(1)
+
+
+def take_step(engine: Any, param: nn.Parameter, rank: int) -> None:
+    train_step(engine, 9, rank)
+
+
+def written_meanwhile(comm: Any, stage: int, dtype: torch.dtype | None, act: Any) -> None:
+    """After the last item user code steps or writes, before it asks for another: it comes with the next."""
+    engine, server = engine_of(stage, "bf16"), Server()
+    server.update(engine.weights(delta=True, dtype=dtype))
+    train_step(engine, 0, comm.rank)
+    items = engine.weights(delta=True, dtype=dtype)
+    trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
+    last = [name for name in items.names if name in trained][-1]
+
+    def read() -> Any:
+        for item in items:
+            yield item
+            if item[0] == last:
+                act(engine, engine.module.blocks[0].up.weight, comm.rank)
+
+    server.update(read())
+    server.update(engine.weights(delta=True, dtype=dtype))
+    assert server.differs_from(handed_over(engine, dtype)) == []
+    engine.destroy()
+
+
+def invalid_meanwhile(comm: Any, stage: int, delta: bool, begun: bool) -> None:
+    """Its values are on the host, or gone."""
+    engine = engine_of(stage, "bf16")
+    for act, text in ((engine.offload_states, "states are offloaded"), (engine.destroy, "after destroy")):
+        items = engine.weights(bucket_bytes=100, delta=delta, dtype=torch.float32)
+        if begun:
+            next(items)
+        act()
+        with pytest.raises(RuntimeError, match=text):
+            list(items)
+        engine.reload_states()
+
+
+def in_inference_mode(comm: Any, stage: int, dtype: torch.dtype | None) -> None:
+    """Steps note changes also if the first hand-over was in inference mode."""
+    engine, server = engine_of(stage, "fp32"), Server()
+    for step in range(3):
+        with torch.inference_mode():
+            server.update(engine.weights(delta=True, dtype=dtype))
+        assert server.differs_from(handed_over(engine, dtype)) == []
+        train_step(engine, step, comm.rank)
+    engine.destroy()
+
+
+def test_in_inference_mode() -> None:
+    run_each(in_inference_mode, 2, [(s, dtype) for s in (1, 3) for dtype in (None, torch.bfloat16)])
+
+
+def test_what_is_written_while_an_iterator_is_read_comes_with_the_next_one() -> None:
+    acts = (set_master, edit, add, take_step)
+    run_each(written_meanwhile, 2, [(1, dtype, act) for dtype in (None, torch.float32) for act in acts])
+    run_each(written_meanwhile, 2, [(3, dtype, act) for dtype in (None, torch.float32) for act in acts[:2]])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_iterator_over_values_that_are_away_raises(world: int) -> None:
+    flags = [(delta, begun) for delta in (False, True) for begun in (False, True)]
+    run_each(invalid_meanwhile, world, [(stage, *flag) for stage in (1, 3) for flag in flags])
 
 
 def asked_again(comm: Any) -> None:

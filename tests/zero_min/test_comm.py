@@ -105,6 +105,24 @@ def test_all_gather_may_fill_the_tensor_it_reads(place: str) -> None:
         assert got.tolist() == [1, 1, 2, 2, 3, 3]
 
 
+def wait_again(comm: Comm) -> list[float]:
+    """One rank waits twice; the second time nothing travels, and nobody is met."""
+    whole = torch.zeros(2 * comm.world_size)
+    handle = comm.start_all_gather(whole, torch.full((2,), comm.rank + 1.0))
+    handle.wait()
+    got = whole.tolist()
+    whole.zero_()
+    if comm.rank == 0:
+        handle.wait()
+    comm.barrier()
+    return got + whole.tolist()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_handle_is_waited_for_once(place: str) -> None:
+    assert run_in(place, wait_again, 2) == [[1, 1, 2, 2, 0, 0, 0, 0]] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sixteen_bit_sums_are_rounded_once(dtype: torch.dtype) -> None:
     def add(comm: Comm) -> Tensor:

@@ -81,6 +81,7 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
         super().__init__()
         self.windows, self.rank, self.half = windows, rank, half
 
+    @torch.inference_mode(False)  # the first use may be an evaluation, and a later one is in training
     def __missing__(self, dtype: torch.dtype) -> tuple[Half, Half]:
         others = [rank for rank in range(len(self.windows)) if rank != self.rank]
 

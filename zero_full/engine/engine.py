@@ -80,7 +80,7 @@ SCHEDULE_NOT_STEPPED = (
 
 
 class Engine(DeepSpeedQueries):
-    """Trains a module with ZeRO. Attributes that the engine lacks are looked up in the module.
+    """Trains a module with ZeRO. Attributes that only the module has are read from it and written to it.
 
     module               the model; its hooks gather parameters and reduce gradients
     optimizer            steps this rank's shards
@@ -90,6 +90,8 @@ class Engine(DeepSpeedQueries):
     training_dataloader  this rank's micro-batches, whose position checkpoints save; None: none
     world_size           data-parallel ranks
     """
+
+    is_made = False  # set by `initialize`: from then on attributes are written as `__setattr__` says
 
     def __init__(
         self,
@@ -182,8 +184,7 @@ class Engine(DeepSpeedQueries):
 
         scale_wrt_gas  False: the loss is divided already, and is returned as it is
         """
-        if self.optimizer.closed:
-            raise RuntimeError("backward after destroy. Initialize the model again")
+        self.optimizer.check_open("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}. Take its mean, for example")
@@ -655,7 +656,8 @@ class Engine(DeepSpeedQueries):
             from zero_full.generation.deltas import Deltas
 
             if self._deltas is None or not self._deltas.fits(dtype, merge_adapters, since):
-                self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters, self._deltas)
+                with torch.inference_mode(False):  # steps write to what it makes
+                    self._deltas = Deltas(self.module, self.optimizer, dtype, merge_adapters, self._deltas)
             return self._deltas.weights(bucket_bytes)
         return weights_of(self.module, self.optimizer, bucket_bytes, dtype, merge_adapters)
 
@@ -739,6 +741,7 @@ class Engine(DeepSpeedQueries):
         Previous handlers of these signals are not called until `destroy` restores them. A loop that ends
         itself, or does not call `engine.step`, uses `optimizer.watch_signals()` instead.
         """
+        self.optimizer.check_open("on_signal")
         stopping = Stopping(self.optimizer, self.save_checkpoint, save_dir, tag, client_state)
         stopping.watch(signals)
         if self.stopping is None:
@@ -813,6 +816,21 @@ class Engine(DeepSpeedQueries):
             raise AttributeError(
                 f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the engine, or of the module if only the module has it.
+
+        Raises AttributeError for a value in the place of a method, which would have no effect.
+        """
+        if not self.is_made or name in vars(self):
+            return super().__setattr__(name, value)
+        if callable(getattr(type(self), name, None)) and not callable(value):
+            raise AttributeError(
+                f"engine.{name} is a method: to assign {value!r} to it would change nothing. Set it in the "
+                f"configuration; an attribute of the module is engine.module.{name}"
+            )
+        is_modules = not hasattr(type(self), name) and hasattr(self.module, name)
+        return setattr(self.module, name, value) if is_modules else super().__setattr__(name, value)
 
     # Memory --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Bases = list[tuple[Any, dict[str, str]]]  # layers with adapters and their names: see `renaming`
+Adapters = dict[nn.Module, list[str]]  # names of the adapters that a forward of each module uses
 METHODS = ("merge", "unmerge", "get_base_layer")  # of PEFT's BaseTunerLayer
 
 
@@ -40,6 +41,7 @@ def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator
     layers = [layer for layer in layers if not layer.merged_adapters and not _is_disabled(layer)]
     bases = dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters())
     dropped, kept = _split(bases, optimizer)
+    optimizer.merges += bool(layers)
     try:
         for layer in layers:
             layer.merge()
@@ -53,6 +55,7 @@ def merged_adapters(layers: Sequence[Any], optimizer: ZeroOptimizer) -> Iterator
             memory.copy_(values)
         for flat in dropped:
             flat.show()  # points parameters to their memory again, and forgets writes
+        optimizer.merges -= bool(layers)
 
 
 def _split(
@@ -80,15 +83,28 @@ def _is_disabled(layer: Any) -> bool:
     return bool(getattr(layer, "disable_adapters", False))
 
 
-def _active(layer: Any) -> list[str]:
+def active(layer: Any) -> list[str]:
     """Return the names of the adapters that a forward of the layer uses."""
-    active = [] if _is_disabled(layer) else getattr(layer, "active_adapters", ["default"])
-    return [active] if isinstance(active, str) else [*active]
+    names = [] if _is_disabled(layer) else getattr(layer, "active_adapters", ["default"])
+    return [names] if isinstance(names, str) else [*names]
 
 
 def active_adapters(bases: Bases) -> list[str]:
     """Return the names of the adapters that are merged in any of these layers."""
-    return sorted({name for layer, _ in bases for name in _active(layer)})
+    return sorted({name for layer, _ in bases for name in active(layer)})
+
+
+def adapters_in_use(module: nn.Module) -> Adapters:
+    """Return the active adapters of every layer with adapters, and of every module with trained copies."""
+    layers = [layer for _, layer in adapter_layers(module)]
+    return {each: active(each) for each in (*layers, *(copied for _, copied in _copied_modules(module)))}
+
+
+def _copied_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield PEFT's modules_to_save: wrappers with trained copies of whole modules, by name."""
+    for name, each in module.named_modules():
+        if hasattr(each, "modules_to_save") and hasattr(each, "original_module"):
+            yield name, each
 
 
 def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], Bases]:
@@ -105,12 +121,11 @@ def renaming(module: nn.Module) -> tuple[Callable[[str], str | None], Bases]:
         names = {key: plain_name(f"{name}.{place}.{key}") for key, _ in base.named_parameters()}
         bases.append((layer, names))
         prefixes.append(f"{name}.")
-    for name, each in module.named_modules():  # PEFT's modules_to_save: trained copies of whole modules
-        if hasattr(each, "modules_to_save") and hasattr(each, "original_module"):
-            used = next((key for key in _active(each) if key in each.modules_to_save), None)
-            copies[f"{name}.original_module."] = f"{name}." if used is None else None
-            for key in each.modules_to_save:
-                copies[f"{name}.modules_to_save.{key}."] = f"{name}." if key == used else None
+    for name, each in _copied_modules(module):
+        used = next((key for key in active(each) if key in each.modules_to_save), None)
+        copies[f"{name}.original_module."] = f"{name}." if used is None else None
+        for key in each.modules_to_save:
+            copies[f"{name}.modules_to_save.{key}."] = f"{name}." if key == used else None
 
     def rename(name: str) -> str | None:
         if any(name.startswith(prefix) for prefix in prefixes):

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from secrets import randbits
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +37,14 @@ from zero_full.generation.buckets import (
     whole,
 )
 from zero_full.generation.weights import (
+    Iteration,
     WeightIterator,
-    assemble,
     base_weights,
-    begin,
-    check_no_step,
     described,
     merged_weights,
     present,
     sources_of,
     wanted,
-    whole_layer,
 )
 from zero_full.shard.group.changed_elements import ChangedElements, differing
 from zero_full.shard.group.checksum import column_sums
@@ -60,6 +58,7 @@ ANOTHER = (
     "next. If there are two receivers, send both what one iterator yields, or pass `since`"
 )
 LONGEST = 2**31 - 1  # elements that an int32 index reaches
+VERSION_BITS = 48  # of an engine's first version: JSON's numbers hold the versions exactly
 
 
 # Changed elements of each data rank, for each tensor-parallel rank; by flat buffer and index of the parameter
@@ -70,7 +69,8 @@ class Deltas:
     """The changes of an engine's parameters since they were handed over. Steps note them from now on.
 
     Hand-overs are numbered, equally on all ranks. An iterator's `base` is the version that its receiver must
-    have, and `version` the one that it has afterwards.
+    have, and `version` the one that it has afterwards. Each engine begins with a random number. So a receiver
+    that has the version of another engine, or of the run before a restart, gets everything.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Deltas:
     ) -> None:
         self.module, self.optimizer, self.dtype = module, optimizer, dtype
         self.merge_adapters = merge_adapters
-        self.number: int = 0 if previous is None else previous.number  # of this engine's last hand-over
+        # of this engine's last hand-over
+        self.number: int = _first_version(module, optimizer) if previous is None else previous.number
         self.base = 0  # the hand-over from which changes count; 0: nothing has been handed over
         self.running: object = None  # the hand-over that has begun last
         if previous is not None:  # its iterators raise
@@ -98,6 +99,8 @@ class Deltas:
             group.master.changes = None
         for master in self.masters.values():
             master.note_changes(wanted(master.parameters.dtype, dtype))
+        # Changes that a hand-over has begun to send: of the next one again, unless it came to its end.
+        self.taken: dict[FlatParameters, ChangedElements] = {}
         self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
         self.adapters: dict[str, list[Tensor]] = {}  # adapters of layers when handed over, by name
         self.changes = -1  # the optimizer's `changes` at the last hand-over
@@ -128,31 +131,33 @@ class Deltas:
         if bases:
             options += f", with adapters {active_adapters(bases)}"
         call = f"engine.weights(bucket_bytes={bucket_bytes}, {options}) since version {self.base}"
-        items = self._hand_over(sources, others, bases, bucket_bytes, call, self.base)
+        iteration = Iteration(self.module, self.optimizer, call, self.merge_adapters)
+        items = self._hand_over(iteration, sources, others, bases, bucket_bytes, self.base)
         tensors = described(sources, others, self.dtype, bases)
         return WeightIterator(tensors, items, self.base, self.number + 1)
 
     def _hand_over(
         self,
+        iteration: Iteration,
         sources: list[FlatSource],
         others: Mapping[str, Tensor],
         bases: Bases,
         bucket_bytes: int,
-        call: str,
         base: int,
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """Yield the changes: (name, indices or None, values). They count once the caller reaches the end.
 
         Iterators take turns: of two at once, the second one's receiver would lack what the first one's gets.
         """
+        call = iteration.call
         if base != self.base:
             problem = ANOTHER.format("was iterated after this one was made")
             self.optimizer.announce_call(f"{call}, which raised: {problem}")
             raise RuntimeError(f"{call}: {problem}")
         sums, adapters = dict[str, Tensor](), dict[str, list[Tensor]]()
         items = chain(
-            self._changed(sources, others, bucket_bytes, call, sums),
-            self._merged(bases, call, sums, adapters),
+            self._changed(iteration, sources, others, bucket_bytes, sums),
+            self._merged(iteration, bases, sums, adapters),
         )
         self.running = mine = object()
         is_empty = True
@@ -162,10 +167,8 @@ class Deltas:
             if self.running is not mine:
                 problem = ANOTHER.format("was begun before this one was at its end")
                 raise RuntimeError(f"{call}: {problem}")
-        with torch.no_grad():
-            for master in self.masters.values():
-                master.clear_changes()
-        if is_empty and self.changes == self.optimizer.changes and this_rank() == 0:
+        self.taken.clear()
+        if is_empty and self.changes == iteration.changes and this_rank() == 0:
             log.warning(
                 "engine.weights(delta=True) hands over nothing: there was no step since version %d was "
                 "handed over. If this is a second receiver, pass `since`, the version that it has",
@@ -174,19 +177,20 @@ class Deltas:
         self.sums |= sums
         self.adapters = adapters
         self.number += 1
-        self.base, self.changes, self.running = self.number, self.optimizer.changes, None
+        self.base, self.changes, self.running = self.number, iteration.changes, None
 
     def _changed(
         self,
+        iteration: Iteration,
         sources: list[FlatSource],
         others: Mapping[str, Tensor],
         bucket_bytes: int,
-        call: str,
         sums: dict[str, Tensor],
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """Yield the changes of all tensors except base weights with adapters. Adds to `sums`."""
-        begin(self.optimizer, call)
+        iteration.begin()
         with torch.no_grad():
+            self._take()
             counts = self._counts(sources)
             parts = [part for source in sources for part in self._parts(source, counts, bucket_bytes)]
             sums |= {name: _sums(tensor) for name, tensor in others.items()}
@@ -196,7 +200,15 @@ class Deltas:
                 if source.flat not in self.masters
             }
         parts += self._others(others, sums)
-        yield from assemble(self.optimizer, in_buckets(parts, bucket_bytes), call)
+        yield from iteration.assemble(in_buckets(parts, bucket_bytes))
+
+    def _take(self) -> None:
+        """Take the changes to hand over. What is written from now on is of the next hand-over."""
+        for flat, master in self.masters.items():
+            taken = master.take_changes()
+            if (left := self.taken.get(flat)) is not None:
+                taken.add(left)
+            self.taken[flat] = taken
 
     def _others(self, others: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> Iterator[BucketPart]:
         """Yield the parts of tensors outside of flat buffers that changed since they were handed over."""
@@ -210,7 +222,11 @@ class Deltas:
                 yield present(self.optimizer, name, tensor, self.dtype)
 
     def _merged(
-        self, bases: Bases, call: str, sums: dict[str, Tensor], adapters: dict[str, list[Tensor]]
+        self,
+        iteration: Iteration,
+        bases: Bases,
+        sums: dict[str, Tensor],
+        adapters: dict[str, list[Tensor]],
     ) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """Yield the changed elements of base weights with their adapters merged, layer by layer.
 
@@ -218,17 +234,12 @@ class Deltas:
         whether they are those that were handed over: not if the base was written, an adapter was scaled, or
         other adapters were active. Adds to `sums` and `adapters`.
         """
-        changes = self.optimizer.changes
         for number, (layer, names) in enumerate(bases):
-            check_no_step(self.optimizer, changes, call)
             key = next(iter(names.values()))
             base = set(layer.get_base_layer().parameters())
             params = [param for param in layer.parameters() if param not in base]
             # In two contexts, so that `merged_adapters` restores the base from a copy: it is merged twice.
-            with (
-                whole_layer(self.optimizer, layer, number, call),
-                whole_layer(self.optimizer, layer, number, call),
-            ):
+            with iteration.whole_layer(layer, number), iteration.whole_layer(layer, number):
                 new = merged_weights(self.optimizer, layer, names, self.dtype)
                 old = dict[str, Tensor]()
                 if key in self.adapters and len(self.adapters[key]) == len(params):
@@ -278,7 +289,7 @@ class Deltas:
         )
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
         for flat in (source.flat for source in sources):
-            changes = self._look(flat)
+            changes = self.taken.get(flat)  # None: no step changes it
             own = flat.layout.slice_of(flat.ranks.rank)
             if changes is None:
                 is_new = not self._is_known(flat.name, column_sums(flat.shard))
@@ -305,11 +316,6 @@ class Deltas:
         flats = [source.flat for source in sources if source.flat in self.masters]
         self._tell(flats, [any(map(any, column)) for column in columns[len(mine) :]])
         return dict(zip(keys, columns, strict=False))
-
-    def _look(self, flat: FlatParameters) -> ChangedElements | None:
-        """Return the changes of a flat buffer, with those between steps; None if no step changes it."""
-        master = self.masters.get(flat)
-        return None if master is None else master.changes_until_now()
 
     def _tell(self, flats: list[FlatParameters], written: list[bool]) -> None:
         """Log which parameters are handed over whole, because they were written between steps."""
@@ -339,16 +345,22 @@ class Deltas:
             is_sparse = kinds.get(member.index)
             if is_sparse is None:
                 continue
-            changes, each = (
-                self.masters[flat].changes if flat in self.masters else None,
-                counts[flat, member.index],
-            )
+            changes, each = self.taken.get(flat), counts[flat, member.index]
             if not is_sparse or changes is None:
                 yield whole(source, member)
             elif member.block is None:
                 yield SparseTensor.of(source, member, changes, each[0])
             else:
                 yield SplitSparseTensor.of_changes(source, member, changes, each)
+
+
+def _first_version(module: nn.Module, optimizer: ZeroOptimizer) -> int:
+    """Draw the version before an engine's first one, equal on all ranks. Every rank must call this."""
+    Iteration(module, optimizer, "engine.weights(delta=True), the first call", False).begin()
+    number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.groups.dense.shard.device)
+    for ranks in optimizer.groups.everyone:
+        ranks.broadcast(number, "the first version of the weights")
+    return int(number)
 
 
 def params_of(sources: Sequence[FlatSource]) -> dict[str, int]:

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.weights import select
 from zero_full.comm.communicator import Communicator
-from zero_full.generation.adapters import Bases, active_adapters, merged_adapters, renaming
+from zero_full.generation.adapters import (
+    Adapters,
+    Bases,
+    active,
+    active_adapters,
+    adapters_in_use,
+    merged_adapters,
+    renaming,
+)
 from zero_full.generation.buckets import (
     BucketPart,
     FlatSource,
@@ -32,6 +40,7 @@ from zero_full.shard.access.gathered_parameters import whole_groups
 from zero_full.shard.group.dtensors import local_of
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import FlatParameters, Member
+from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.step.agreement import raise_on_all_ranks
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -56,6 +65,7 @@ class WeightIterator(Iterator[tuple[Any, ...]]):
         self.shapes = [shape for _, shape in tensors.values()]
         self.base, self.version, self._items = base, version, items
 
+    @torch.inference_mode(False)  # the changes that it begins to note are written by steps
     def __next__(self) -> tuple[Any, ...]:
         return next(self._items)
 
@@ -73,9 +83,10 @@ def weights_of(
     call = f"engine.weights(bucket_bytes={bucket_bytes}, dtype={dtype}, merge_adapters={merge_adapters})"
     if bases:
         call += f" with adapters {active_adapters(bases)}"
-    items = _whole(optimizer, sources, others, bucket_bytes, dtype, call)
+    iteration = Iteration(module, optimizer, call, merge_adapters)
+    items = _whole(iteration, sources, others, bucket_bytes, dtype)
     tensors = described(sources, others, dtype, bases)
-    return WeightIterator(tensors, chain(items, _merged(optimizer, bases, dtype, call)))
+    return WeightIterator(tensors, chain(items, _merged(iteration, bases, dtype)))
 
 
 def base_weights(
@@ -92,31 +103,16 @@ def base_weights(
     return renaming(module)
 
 
-def _merged(
-    optimizer: ZeroOptimizer, bases: Bases, dtype: torch.dtype | None, call: str
-) -> Iterator[tuple[str, Tensor]]:
+def _merged(iteration: "Iteration", bases: Bases, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield base weights with their adapters merged, one layer after the other.
 
     At stage 3 the units of a layer are gathered, and released before its tensors are yielded.
     """
-    changes = optimizer.changes
     for number, (layer, names) in enumerate(bases):
-        check_no_step(optimizer, changes, call)
-        with whole_layer(optimizer, layer, number, call):
-            items = [*merged_weights(optimizer, layer, names, dtype).items()]
+        with iteration.whole_layer(layer, number):
+            items = [*merged_weights(iteration.optimizer, layer, names, dtype).items()]
         while items:
             yield items.pop(0)
-
-
-@contextmanager
-def whole_layer(optimizer: ZeroOptimizer, layer: nn.Module, number: int, call: str) -> Iterator[None]:
-    """Gather the parameters of a layer with adapters within the context. Every rank must enter it."""
-    places = (optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
-    groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
-    if groups:
-        optimizer.on_every_rank(f"adapters of layer {number + 1} of {call}")
-    with torch.no_grad(), whole_groups(optimizer, groups):
-        yield
 
 
 def merged_weights(
@@ -139,7 +135,7 @@ def check_options(bucket_bytes: int, dtype: torch.dtype | None, delta: bool, sin
         raise ValueError(f"dtype must be a floating-point dtype or None, not {dtype}")
     if since is not None and (not delta or since < 0):
         raise ValueError(
-            f"since={since!r} must be a version of delta=True, 0 or None. Versions are counted from 1"
+            f"since={since!r} must be a version of delta=True, 0 or None. Pass the `version` of an iterator"
         )
 
 
@@ -198,18 +194,17 @@ def _source(
 
 
 def _whole(
-    optimizer: ZeroOptimizer,
+    iteration: "Iteration",
     sources: list[FlatSource],
     others: Mapping[str, Tensor],
     bucket_bytes: int,
     dtype: torch.dtype | None,
-    call: str,
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (name, whole tensor)."""
-    begin(optimizer, call)
+    iteration.begin()
     parts = [run for source in sources for run in runs_of(source, bucket_bytes)]
-    parts += [present(optimizer, name, tensor, dtype) for name, tensor in others.items()]
-    yield from assemble(optimizer, in_buckets(parts, bucket_bytes), call, _name_and_tensor)
+    parts += [present(iteration.optimizer, name, tensor, dtype) for name, tensor in others.items()]
+    yield from iteration.assemble(in_buckets(parts, bucket_bytes), _name_and_tensor)
 
 
 def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
@@ -220,57 +215,92 @@ def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dt
     return part if tensor_ranks is None else SplitTensor.of(tensor, name, given, part, tensor_ranks)
 
 
-@torch.no_grad()
-def begin(optimizer: ZeroOptimizer, call: str) -> None:
-    """Wait for all ranks, and adopt writes by user code. If one rank cannot, every rank raises."""
-    if optimizer.reducer.backward.running:  # its reductions are on their way: no collective now
-        problem = f"{call} inside a backward pass. Call it between passes"
-        optimizer.announce_call(f"{call}, which raised: {problem}")
-        raise RuntimeError(problem)
-    optimizer.on_every_rank(call)
-    problem = ""
-    try:
-        optimizer.check_ranks_equal(call)
-        optimizer.catch_up()
-    except RuntimeError as error:
-        problem = str(error)
-    raise_on_all_ranks(optimizer.groups, problem)
-
-
-def check_no_step(optimizer: ZeroOptimizer, changes: int, call: str) -> None:
-    """Raise RuntimeError if there was a step or a load since the iteration has begun."""
-    if optimizer.changes != changes:
-        raise RuntimeError(
-            f"a step or a load while {call} is iterated: its tensors would be those of two steps. Iterate to "
-            "the end before the next step"
-        )
-
-
 def _name_and_tensor(item: Item) -> tuple[str, Tensor]:
     name, _, values = item
     return name, values
 
 
-def assemble(
-    optimizer: ZeroOptimizer,
-    buckets: Iterable[list[BucketPart]],
-    call: str,
-    shape: Callable[[Item], tuple[Any, ...]] = tuple,
-) -> Iterator[tuple[Any, ...]]:
-    """Assemble one bucket after the other, and yield its items, each converted by `shape`.
+class Iteration:
+    """One iteration over the weights, whose tensors must all be those of the moment in which it began."""
 
-    The bucket before is dropped first: no variable of a generator may hold one of its tensors. A step in
-    between would mix the weights of two steps, so it raises.
-    """
-    changes, device = optimizer.changes, optimizer.groups.dense.shard.device
-    for number, bucket in enumerate(buckets):
-        check_no_step(optimizer, changes, call)
-        if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
-            optimizer.on_every_rank(f"bucket {number + 1} of {call}")
-        with torch.no_grad():
-            items = assembled(bucket, device)
-        if optimizer.gatherer is not None:
-            optimizer.gatherer.check_reads()
-        while items:
-            check_no_step(optimizer, changes, call)  # a parameter itself has the values of now
-            yield shape(items.pop(0))
+    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, call: str, merges_adapters: bool) -> None:
+        """`call`: the user's call that has made the iterator."""
+        self.module, self.optimizer, self.call = module, optimizer, call
+        self.adapters = adapters_in_use(module) if merges_adapters else None
+        self.changes = -1  # the optimizer's `changes` when the iteration began
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Wait for all ranks, and adopt writes by user code. If one rank cannot, every rank raises."""
+        optimizer, call = self.optimizer, self.call
+        if optimizer.reducer.backward.running:  # its reductions are on their way: no collective now
+            problem = f"{call} inside a backward pass. Call it between passes"
+            optimizer.announce_call(f"{call}, which raised: {problem}")
+            raise RuntimeError(problem)
+        self._check_open()
+        optimizer.on_every_rank(call)
+        problem = ""
+        try:
+            optimizer.check_ranks_equal(call)
+            optimizer.catch_up()
+            if self.adapters is not None:
+                self._check_adapters(adapters_in_use(self.module), self.adapters)
+        except RuntimeError as error:
+            problem = str(error)
+        raise_on_all_ranks(optimizer.groups, problem)
+        self.changes = optimizer.changes
+
+    def check(self) -> None:
+        """Raise RuntimeError if the values may be others than those that the iteration began with."""
+        self._check_open()
+        if self.optimizer.states_offloaded:
+            raise RuntimeError(f"{self.call}: {OFFLOADED}")
+        if self.optimizer.changes != self.changes:
+            raise RuntimeError(
+                f"a step or a load while {self.call} is iterated: its tensors would be those of two steps. "
+                "Iterate to the end before the next step"
+            )
+
+    def _check_open(self) -> None:
+        if self.optimizer.closed:
+            raise RuntimeError(f"{self.call} is iterated after destroy. Iterate to the end before it")
+
+    def _check_adapters(self, now: Adapters, before: Adapters) -> None:
+        if now != before:
+            raise RuntimeError(
+                f"{self.call}: other adapters have become active since (set_adapter, disable_adapter). Make "
+                "the iterator and iterate it to its end while the same adapters are active"
+            )
+
+    @contextmanager
+    def whole_layer(self, layer: nn.Module, number: int) -> Iterator[None]:
+        """Gather the parameters of a layer with adapters within the context. Every rank must enter it."""
+        self.check()
+        assert self.adapters is not None
+        self._check_adapters({layer: active(layer)}, {layer: self.adapters[layer]})
+        places = (self.optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
+        groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
+        if groups:
+            self.optimizer.on_every_rank(f"adapters of layer {number + 1} of {self.call}")
+        with torch.no_grad(), whole_groups(self.optimizer, groups):
+            yield
+
+    def assemble(
+        self, buckets: Iterable[list[BucketPart]], shape: Callable[[Item], tuple[Any, ...]] = tuple
+    ) -> Iterator[tuple[Any, ...]]:
+        """Assemble one bucket after the other, and yield its items, each converted by `shape`.
+
+        The bucket before is dropped first: no variable of a generator may hold one of its tensors.
+        """
+        optimizer = self.optimizer
+        for number, bucket in enumerate(buckets):
+            self.check()
+            if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
+                optimizer.on_every_rank(f"bucket {number + 1} of {self.call}")
+            with torch.no_grad():
+                items = assembled(bucket, optimizer.groups.dense.shard.device)
+            if optimizer.gatherer is not None:
+                optimizer.gatherer.check_reads()
+            while items:
+                self.check()  # a parameter itself has the values of now
+                yield shape(items.pop(0))

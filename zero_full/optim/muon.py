@@ -16,6 +16,7 @@ more dimensions, which are AdamW's here.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -187,7 +188,9 @@ class Orthogonal:
         """Orthogonalize the matrix."""
         group = self.groups[whole.group]
         by = orthogonalized_by_gram if group["ns_method"] == "gram" else orthogonalized
-        return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
+        # User code may step inside autocast, which a dry run on the meta device does not have.
+        with nullcontext() if values.is_meta else torch.autocast(values.device.type, enabled=False):
+            return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
 
     def take(self, piece: Piece, values: Tensor) -> None:
         """Update the piece along its part of the orthogonalized matrix."""

@@ -41,6 +41,7 @@ from zero_full.pipeline.stage import (
     find_handover,
     precision_of,
 )
+from zero_full.pipeline.stage_options import DIFFERENT, StageOptions
 from zero_full.pipeline.tied import Tie, sum_gradients
 from zero_full.shard.step.agreement import gather_messages, numbers_on
 
@@ -101,6 +102,12 @@ class PipelineEngine(Engine):
         self._schedule: Any = None
         self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
         self._reads = False  # a data iterator is running
+        self._options = StageOptions(module, self.basic_optimizer)
+        self._learn_options()
+
+    def _learn_options(self) -> None:
+        """Note which options all stages have alike. Every rank must call this."""
+        self._options.learn(self._add_up(self._options.numbers()))
 
     def _make_forward_hooks(self) -> ForwardHooks:
         return ForwardHooks(self.module, self.optimizer, scales_outputs=False)  # stages do it themselves
@@ -198,7 +205,7 @@ class PipelineEngine(Engine):
         """Raise on every rank if one cannot begin. Return whether any rank needs other shapes than before."""
         is_new, count = self._built_for != wanted, wanted[1] if trains else -wanted[1]
         numbers = [float(bool(read.problem)), float(read.ended), float(is_new), 1.0, count, count**2]
-        told = self._add_up(numbers)
+        told = self._add_up(numbers + self._options.numbers())
         if told[3] * told[5] != told[4] ** 2:  # as equal numbers have it, and no others
             self._raise_together(
                 f"{'train_batch' if trains else 'eval_batch'} with {wanted[1]} micro-batches, where another "
@@ -210,6 +217,8 @@ class PipelineEngine(Engine):
             if told[1] == told[0] == readers:
                 raise StopIteration
             self._raise_together(read.problem, read.error)
+        if trains and (changed := self._options.changed(told[len(numbers) :])):
+            self._raise_together(self._options.described(changed), None, DIFFERENT)
         return told[2] > 0
 
     def _average(self) -> None:
@@ -258,17 +267,16 @@ class PipelineEngine(Engine):
         summed: list[float] = vector.tolist()
         return summed
 
-    def _raise_together(self, problem: str, error: Exception | None) -> NoReturn:
-        """Raise the problems of all ranks on every rank."""
+    def _raise_together(self, problem: str, error: Exception | None, text: str = "{}") -> NoReturn:
+        """Raise the problems of all ranks on every rank. `text`: around them."""
         mine = [f"rank {self.global_rank}: {problem}"] if problem else []
         told = gather_messages(self.optimizer.groups, mine, "what went wrong in a batch")
         raise RuntimeError(
-            f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}"
+            f"the batch failed, and no parameter has changed. {text.format('; '.join(sorted(told)))}"
         ) from error
 
     def _check_ready(self, call: str) -> None:
-        if self.optimizer.closed:
-            raise RuntimeError(f"{call} after destroy. Initialize the model again")
+        self.optimizer.check_open(call)
         if self.optimizer.offloaded.copies:
             raise RuntimeError(STATES_OFFLOADED % call)
         self._check_not_reading(call)
@@ -289,12 +297,15 @@ class PipelineEngine(Engine):
     def load_checkpoint(self, *arguments: Any, **named: Any) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of all stages: see `Engine.load_checkpoint`. Every rank must call this."""
         self._check_not_reading("load_checkpoint")
-        return super().load_checkpoint(*arguments, **named)
+        found = super().load_checkpoint(*arguments, **named)
+        self._learn_options()
+        return found
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
         """Restore this rank's part: see `Engine.load_state_dict`. Every rank must call this."""
         self._check_not_reading("load_state_dict")
         super().load_state_dict(*arguments, **named)
+        self._learn_options()
 
     # The schedule --------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class DeepSpeedEngine(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         engine = vars(self).get("_engine")
-        if engine is not None and name in vars(engine) and not hasattr(type(self), name):
+        is_own = name in vars(self) or hasattr(type(self), name)
+        if engine is not None and not is_own and hasattr(engine, name):
             setattr(engine, name, value)  # such as lr_scheduler, which Lightning sets to None
         else:
             super().__setattr__(name, value)

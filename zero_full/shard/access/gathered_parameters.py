@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import own_parameters, version_of
 from zero_full.comm.topology import this_rank
+from zero_full.errors import DisagreementError
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
@@ -108,9 +109,10 @@ def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
     """Load this rank's slices from a whole state dict, which must be the same on every rank."""
+    if optimizer.gatherer is not None:
+        optimizer.on_every_rank("load_module_state_dict")
     optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
-    optimizer.loads += 1
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
     missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
@@ -123,10 +125,41 @@ def load_whole_state_dict(
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
             raise ValueError(f"{name} has shape {shapes}. Load a state dict of this model")
+    if optimizer.gatherer is not None:
+        _check_equal(optimizer, {name: state[name] for name in names & state.keys()}, mine)
+    optimizer.loads += 1
+    for name in names & state.keys():
         optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
         module.load_state_dict(others, strict=False)
+
+
+def _check_equal(
+    optimizer: ZeroOptimizer, values: Mapping[str, Tensor], params: Mapping[str, Parameter]
+) -> None:
+    """Raise on every rank if ranks have different values for a sharded parameter.
+
+    Each rank would keep its slice of other values. The next step compares parameters that are whole on every
+    rank. Every rank must call this.
+    """
+    problems = list[str]()
+    for pair in filter(None, (optimizer.groups.dense, optimizer.groups.expert)):
+        own = dict[str, int]()
+        for name, value in values.items():
+            group, _ = optimizer.parts.places[params[name]]
+            is_of_pair = group.kind.expert == (pair is optimizer.groups.expert)
+            if is_of_pair and group.parameters.released_at_rest:
+                own[name] = checksum(local_of(value).contiguous())
+        everyones = pair.gather_objects(own, "loaded parameters")
+        names = sorted({name for each in everyones for name in each})
+        if differing := [n for n in names if len({each.get(n) for each in everyones}) > 1]:
+            problems.append(
+                f"the state dict has other values of {listed(differing)} on some ranks, or lacks them there. "
+                "Nothing was loaded. Pass the same state dict on every rank"
+            )
+    if problems := gather_messages(optimizer.groups, problems, "loaded parameters"):
+        raise DisagreementError("; ".join(problems))
 
 
 def _laid_out(tensor: Any, value: Any) -> Any:
@@ -279,10 +312,19 @@ class GatheredParameters:
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.stack: list[tuple[ZeroOptimizer, Chosen, Any]] = []  # with the context that gathers the groups
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
+        # See `FlatParameters.readers`. Calls that set values on every rank update it.
+        self.before: dict[Member, tuple[int, int]] = {}
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
+        try:
+            self._enter()
+        except BaseException:
+            self._release(adopts=False)
+            raise
+
+    def _enter(self) -> None:
         recorded = [p for p in self.params if record_of(p) is not None]
         if recorded:
             self.recorded = record_of(recorded[0]).recorder.gathered(recorded, self.modifier_rank)
@@ -306,7 +348,10 @@ class GatheredParameters:
             for group in chosen:
                 group.parameters.adopt_assigned()
         if self.modifier_rank is None:
-            self.before = self._fingerprints()
+            for _, chosen, _ in self.stack:
+                for group, members in chosen.items():
+                    self.before |= {member: group.parameters.fingerprint(member) for member in members}
+                    group.parameters.readers.append(self.before)
             self.versions = {p: _version(p) for _, p, _ in self._whole()}
 
     @torch.no_grad()
@@ -328,17 +373,23 @@ class GatheredParameters:
                 for optimizer, _, _ in self.stack:
                     optimizer.announce_call(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
         finally:
-            while self.stack:
-                _, chosen, context = self.stack.pop()
-                for group, members in chosen.items():
-                    # User code may have kept views: `release` must leave them their memory.
-                    group.parameters.lent = group.parameters.released_at_rest
-                    # After an exception all writes are discarded.
-                    group.parameters.note_versions(set(members if adopts else group.members))
-                context.__exit__(*failure)
+            self._release(adopts, *failure)
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
+
+    def _release(self, adopts: bool, *failure: Any) -> None:
+        """Release the parameters. `adopts`: writes to them were adopted or undone; else all are discarded."""
+        while self.stack:
+            _, chosen, context = self.stack.pop()
+            for group, members in chosen.items():
+                flat = group.parameters
+                # User code may have kept views: `release` must leave them their memory.
+                flat.lent = flat.released_at_rest
+                flat.note_versions(set(members if adopts else group.members))
+                flat.readers = [each for each in flat.readers if each is not self.before]
+            context.__exit__(*(failure or (None, None, None)))
+        self.before = {}
 
     def _keep_changes(self) -> str | None:
         """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
@@ -410,19 +461,15 @@ class GatheredParameters:
                 "each rank one of its own expert's group"
             )
 
-    def _fingerprints(self) -> dict[str, tuple[int, int]]:
-        """Return each parameter's version counter, and a checksum for writes that the counter misses."""
-        return {
-            member.name: (version_of(member.param), checksum(group.parameters.windows[member.index]))
-            for _, chosen, _ in self.stack
-            for group, members in chosen.items()
-            for member in members
-        }
-
     def _undo_changes(self) -> str | None:
         """Undo changes on any rank. Returns the error message, equal on all ranks, or None."""
-        before, after = self.before, self._fingerprints()
-        changed = sorted(name for name in before if before[name] != after[name])
+        groups = [pair for _, chosen, _ in self.stack for pair in chosen.items()]
+        changed = sorted(
+            member.name
+            for group, members in groups
+            for member in members
+            if group.parameters.fingerprint(member) != self.before[member]
+        )
         for optimizer, _, _ in self.stack:
             for ranks in optimizer.groups.everyone:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))

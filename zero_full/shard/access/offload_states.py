@@ -44,6 +44,7 @@ class OffloadedStates:
             raise ValueError(
                 f"offload_states: unknown {', '.join(unknown)}. Known kinds are {', '.join(KINDS)}"
             )
+        self.optimizer.check_open("offload_states")
         self.optimizer.check_no_pending_update("offload_states")
         if self.optimizer.reducer.unreduced:
             raise RuntimeError("offload_states between a backward pass and its step. Call step first")

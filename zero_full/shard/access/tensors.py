@@ -112,6 +112,15 @@ class ParameterPlace:
         if self.group.replicas.size > 1:
             self.optimizer.reducer.written.note_slice(what, self.member, value)
 
+    def check_fragment(self, value: Tensor) -> None:
+        """Raise ValueError unless the tensor has as many elements as this rank owns of the parameter."""
+        numel = 0 if self.piece is None else self.piece.master.numel()
+        if value.numel() != numel:
+            raise ValueError(
+                f"this rank owns {numel} elements of {self.member.name}, got a tensor of {value.numel()}. "
+                "Pass this rank's fragment, or the whole tensor to the `full` function on every rank"
+            )
+
     def cut(self, value: Tensor) -> Tensor:
         """Return this rank's elements of a whole tensor; raise ValueError for another shape."""
         if value.shape != self.member.param.shape:
@@ -403,6 +412,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """
     place = _place(param, alone="safe_set_local_fp32_param")
     place.optimizer.check_ranks_equal("safe_set_local_fp32_param")
+    place.check_fragment(value)
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
         place.master.copy_master()
@@ -412,6 +422,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the averaged gradient between backward and `step`."""
     place = _place(param, needs_state=False)
+    place.check_fragment(value)
     _set_grad(place, value)
     if place.optimizer.steppers.averages():  # else it is this rank's own gradient
         place.note_slice(GRADIENT, value)
@@ -449,4 +460,6 @@ def _set_state(place: ParameterPlace, value: Tensor, key: str) -> None:
         raise KeyError(
             f"{place.member.name} has no optimizer state before the first step. Call this after it"
         )
+    if current.dim():
+        place.check_fragment(value)
     current.copy_(value.view(current.shape))

@@ -1,7 +1,7 @@
 """Which elements of this rank's slice of the parameters steps have changed, as one bit each.
 
 Made only for runs that ask for it, by `engine.weights(delta=True)`. An element counts as changed until
-`clear`, also if a later step changes it back. There are two ways of a step:
+`take`, also if a later step changes it back. There are two ways of a step:
 
     marked     the operator writes 16-bit copies of the masters on the CPU, and sets their bits on its way
                (`adam_step` in `kernels/reference.py`). No copy is kept, and nothing is read again
@@ -41,7 +41,7 @@ class ChangedElements:
         self.old: Tensor | None = None  # the rounded values before the running step
         self.is_kept = False  # `keep` was called in this step
         self.is_marked = False  # the stepper sets the bits in this step
-        # Whether user code or a load has written to the slice since `clear`, as a bool on the device.
+        # Whether user code or a load has written to the slice since `take`, as a bool on the device.
         self.written = torch.zeros((), dtype=torch.bool, device=device)
 
     def bits_of(self, start: int, numel: int) -> Tensor:
@@ -122,11 +122,21 @@ class ChangedElements:
         ]
         return torch.stack(parts).sum() if parts else self.bits.new_zeros((), dtype=torch.int64)
 
-    def clear(self, watched: Tensor | None) -> None:
-        """Count no element as changed any more. `watched`: the slice, if user code may write to it unseen."""
-        self.bits.zero_()
-        self.written.zero_()
+    def take(self, watched: Tensor | None) -> "ChangedElements":
+        """Return the changes so far, and count later ones from now on.
+
+        watched  the slice, if user code may write to it unseen
+        """
+        taken = ChangedElements(0, self.dtype, self.bits.device)
+        taken.bits, taken.written = self.bits, self.written
+        self.bits, self.written = torch.zeros_like(self.bits), torch.zeros_like(self.written)
         self.sums = None if watched is None else column_sums(watched)
+        return taken
+
+    def add(self, earlier: "ChangedElements") -> None:
+        """Count these as changed, too."""
+        self.bits |= earlier.bits
+        self.written |= earlier.written
 
 
 def _unpacked(bits: Tensor) -> Tensor:

@@ -56,6 +56,12 @@ UNSCALED = (
     "the grad of {} was assigned, and with a loss scale it is unknown whether it is scaled. Use "
     "zero_full.safe_set_full_grad(param, value), which takes an unscaled gradient"
 )
+NO_VALUES = (
+    "{}.grad has no values: after backward, averaged gradients are in flat buffers. To clip their norm, set "
+    "the key gradient_clipping; the norm is engine.get_global_grad_norm(). To read or replace a gradient, "
+    "use zero_full.safe_get_full_grad(param) and safe_set_full_grad(param, value), or assign a tensor to "
+    "param.grad. Do not use torch's GradScaler: the key fp16 has a loss scale"
+)
 SPARSE = "{} has a sparse gradient, but flat buffers of gradients are dense. Use nn.Embedding(sparse=False)"
 # Free gradient buffers, shared by the groups of an optimizer during a backward pass. On a CPU new pages would
 # cost more time than writing the gradients. (On an accelerator the caching allocator reuses memory, with
@@ -452,13 +458,7 @@ class GradPlaceholder(Tensor):
         if func is Tensor.__repr__:
             return f"<the gradient of {found[0].parameter}: averaged in a flat buffer>"
         name = found[0].parameter if found else "a parameter"
-        raise RuntimeError(
-            f"{name}.grad has no values: after backward, averaged gradients are in flat buffers. To clip "
-            "their norm, set the key gradient_clipping; the norm is engine.get_global_grad_norm(). To read "
-            "or replace a gradient, use zero_full.safe_get_full_grad(param) and safe_set_full_grad(param, "
-            "value), or assign a tensor to param.grad. Do not use torch's GradScaler: the key fp16 has a "
-            "loss scale"
-        )
+        raise RuntimeError(NO_VALUES.format(name))
 
 
 @dataclass
@@ -514,6 +514,9 @@ class GradientPlaceholders:
                     found.cleared.append(member)
                 else:
                     found.written.append((member, grad))
+        # Placeholders of an earlier gradient, or converted ones.
+        if empty := [member for member, grad in found.written if isinstance(grad, GradPlaceholder)]:
+            raise RuntimeError(NO_VALUES.format(names_of(empty)))
         return found
 
     def lift(self) -> None:

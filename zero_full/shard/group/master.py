@@ -206,16 +206,13 @@ class Master:
         slice_ = self.observed(dtype)
         self.changes = ChangedElements(slice_.numel(), dtype, slice_.device)
 
-    def changes_until_now(self) -> ChangedElements | None:
-        """Return the changes, those between steps included; None if they are not noted."""
-        if self.changes is not None and self._observes_master(self.changes):
-            self.changes.look(self.values)
-        return self.changes
-
-    def clear_changes(self) -> None:
-        """Count no element as changed any more."""
-        if self.changes is not None:
-            self.changes.clear(self.values if self._observes_master(self.changes) else None)
+    def take_changes(self) -> ChangedElements:
+        """Return the changes so far, those between steps included, and note later ones from now on."""
+        assert self.changes is not None
+        if not self._observes_master(self.changes):
+            return self.changes.take(None)
+        self.changes.look(self.values)
+        return self.changes.take(self.values)
 
     def _observes_master(self, changes: ChangedElements) -> bool:
         """Whether the observed slice is the master itself, in which user code may write unseen."""

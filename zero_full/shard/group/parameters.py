@@ -28,6 +28,7 @@ from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment, LocalBlock
 from zero_full.offload import ParamSlice, ParamStore
 from zero_full.precision.dtypes import NAMES
+from zero_full.shard.group.checksum import checksum
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.released import OFFLOADED, released_class
 
@@ -157,6 +158,8 @@ class FlatParameters:
         self.versions: list[int] = []  # version counters of the parameters when they became whole
         self.adopted = False  # user code has assigned to `param.data` since master and parameters were equal
         self.lent = False  # user code may keep views of the values
+        # Fingerprints of values that user code may read and must not write, one dict for each block.
+        self.readers: list[dict[Member, tuple[int, int]]] = []
         self.pending: Pending | None = None  # the all-gather that is queued
         self.owner_stream: Any = None  # the stream that the memory of the gathered values belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
@@ -467,6 +470,13 @@ class FlatParameters:
         if not self.released_at_rest:
             increment_version(member.param)  # so that the next step compares the values between ranks
         self.write(self.shard, member, value)
+        for known in self.readers:
+            if member in known:
+                known[member] = self.fingerprint(member)
+
+    def fingerprint(self, member: Member) -> tuple[int, int]:
+        """Return a parameter's version counter, and a checksum for writes that the counter misses."""
+        return version_of(member.param), checksum(self.windows[member.index])
 
     def write(self, flat: Tensor, member: Member, value: Tensor) -> None:
         """Copy this rank's part of a parameter into a flat tensor of its slice."""

@@ -218,6 +218,7 @@ class GradientReducer:
         self.had_pass = False  # there was a backward pass
         self.sent_zeros = False  # there was none, and `flush` took part in the reductions of other ranks
         self.used: set[Member] = set()  # parameters with a gradient
+        self.frozen: set[Member] = set()  # parameters that were frozen in a pass, equally on all ranks
         self.skipped_sync = False  # a no_sync block since the last reduction
         self.unreduced = False  # a backward pass has left gradients that are not reduced
         # State of the running pass.
@@ -335,8 +336,7 @@ class GradientReducer:
                 self.producers[group] = []
                 missing = self.missing[group] = set()
                 for member in group.members:
-                    if member.param.requires_grad:
-                        missing.add(member)
+                    (missing if member.param.requires_grad else self.frozen).add(member)
                     if member.param.grad is not None:
                         preset.append(member)
             self.move_hooks_last(self.hooks)
@@ -686,6 +686,7 @@ class GradientReducer:
         self.backward.failed = self.unreduced = self.began = self.had_pass = self.sent_zeros = False
         self.launched.clear()
         self.used.clear()
+        self.frozen.clear()
         self.placeholders.shown.clear()
         if self.written.whole or self.written.slices:
             self.written.forget_gradients()

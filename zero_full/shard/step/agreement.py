@@ -30,7 +30,7 @@ Ranks that hold different parts of the model add up squares and ranks only, and 
 """
 
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 from math import isfinite, prod
@@ -44,6 +44,7 @@ from zero_full.errors import DisagreementError
 from zero_full.optim.step import copy_on
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.group.checksum import digest
+from zero_full.shard.group.gradients import names_of
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member, placeholder_scalar
@@ -76,6 +77,7 @@ class Contribution:
     actions: Actions  # equal on every rank, unless ranks diverge
     stops: bool  # this rank has received a signal to stop
     alarm: bool  # this rank knows that background work has failed
+    frozen: Set[Member] = frozenset()  # parameters that were frozen in a backward pass
     averaged: bool = True  # False: the gradients are each rank's own
     needs_norm: bool = False  # for this exchange, even if the settings need none
     by_hand: HandWritten = field(default_factory=HandWritten)
@@ -206,13 +208,10 @@ class _Side:
     def add_up(self, mine: Contribution, counts: bool, exactly: bool) -> Tensor:
         """Return this side's vector, summed over its ranks. `counts`: include this rank's gradients."""
         pair = self.pair
-        actions: list[Any] = [*mine.actions]
-        mark_of_slices = 0.0
-        if mine.by_hand.whole or mine.by_hand.slices:
-            actions += mine.by_hand.of_all(self.members)
-            if slices := mine.by_hand.of_slices(self.members):
-                mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
-        mark = _mark_of(actions, MARK_BITS)
+        actions, mark_of_slices = self._actions(mine), 0.0
+        if slices := mine.by_hand.of_slices(self.members):
+            mark_of_slices = mark_of([pair.shard.rank, slices], SLICE_BITS)
+        mark = mark_of(actions, MARK_BITS)
         gradients, outside_norm, squares, nonfinite = self._gradients() if counts else ([], [], 0.0, 0.0)
         numbers = [squares, nonfinite, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
         numbers += [mark, mark * mark, mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
@@ -236,6 +235,13 @@ class _Side:
             # Replicas own the same averaged gradients: leave their squares out of the sum.
             pair.replicas.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
         return vector
+
+    def _actions(self, mine: Contribution) -> Actions:
+        """Return everything that must be equal on the ranks of this side."""
+        actions = [*mine.actions, *mine.by_hand.of_all(self.members)]
+        if mine.frozen and (frozen := [member for member in self.members if member in mine.frozen]):
+            actions.append(("frozen parameters", names_of(frozen)))
+        return actions
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor], float, float]:
         """Return this rank's gradients on the device, in the norm and outside of it, and two sums.
@@ -272,7 +278,7 @@ class _Side:
         ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
         # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
         if ranks * int(squared) != int(marks) ** 2:
-            self._compare_actions([*mine.actions, *mine.by_hand.of_all(self.members)])
+            self._compare_actions(self._actions(mine))
         if copies > 1 and copies * int(squared_slices) != int(slices) ** 2:
             self._compare_slices(mine.by_hand.of_slices(self.members))
         return set(compress(self.members, numbers[5:]))
@@ -368,7 +374,7 @@ class PartsAgreement:
         if mine.repeated_writes and not self.has_stages:
             self.actions["parameters written that are not cut"] = mine.repeated_writes
         self.repeated = repeated = head[REPEATED].clone()
-        mark = torch.full_like(repeated, _mark_of([*self.actions.items()], MARK_BITS))
+        mark = torch.full_like(repeated, mark_of([*self.actions.items()], MARK_BITS))
         own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])
         vector, what = torch.cat([head, own]), "squared gradient norm"
         tensor, pipe = self.groups.tensor, self.groups.pipe
@@ -449,7 +455,8 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     return here if on_host else copy_on(device, here)
 
 
-def _mark_of(what: Any, bits: int) -> float:
+def mark_of(what: Any, bits: int) -> float:
+    """Hash anything whose `repr` is equal on every rank into a number of so many bits."""
     return float(zlib.crc32(repr(what).encode()) >> (32 - bits))
 
 
@@ -463,17 +470,24 @@ def actions_of(
     """
     actions: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
     for number, group in enumerate(param_groups):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            kind = type(value)
-            if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
-                value = _comparable(value)
-            if value is not None:
-                actions.append((f"{key} of group {number}", value))
+        actions += [(f"{key} of group {number}", value) for key, value in options_of(group).items()]
     if failure is not None:
         actions.append((ERROR, str(failure)))
     return actions
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that can be compared between ranks."""
+    options = dict[str, Any]()
+    for key, value in group.items():
+        if key == "params":
+            continue
+        kind = type(value)
+        if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
+            value = _comparable(value)
+        if value is not None:
+            options[key] = value
+    return options
 
 
 def _comparable(value: Any) -> Any:

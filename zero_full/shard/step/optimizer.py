@@ -93,7 +93,6 @@ from zero_full.shard.step.wrapped_optimizer import (
 
 log = logging.getLogger("zero_full")
 STEP = "step"  # the call that the ranks compare, besides "grad_norm"
-CLOSED = "step after destroy. Initialize the model again"
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.calls = 0  # calls of `step`, which the ranks compare
         self.loads = 0  # how often all values were loaded
         self.disagreed = False  # a step has raised DisagreementError, and its gradients are not discarded
+        self.merges = 0  # contexts in which base weights have adapters merged into them
         self.warned_without_gradients = False
         self.background: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
@@ -309,8 +309,9 @@ class ZeroOptimizer(OptimizerProxy):
 
         Appends to `changed` for each group whose parameters it compares: see `Master.compare`.
         """
-        if self.closed or self.states_offloaded:
-            raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
+        if self.states_offloaded:
+            raise RuntimeError(OFFLOADED)
+        self.check_open(call)
         if isinstance(self.base, NoOptimizer):
             raise RuntimeError(NO_OPTIMIZER)
         try:
@@ -366,6 +367,7 @@ class ZeroOptimizer(OptimizerProxy):
         by_hand = reducer.written
         mine = Contribution(
             used=reducer.used,
+            frozen=reducer.frozen,
             actions=actions,
             stops=self.signals.came is not None,
             alarm=alarm,
@@ -569,6 +571,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
         """Handle these signals until `destroy` by setting `stop_requested`. Every rank must call this."""
+        self.check_open("watch_signals")
         self.signals.watch(signals)
 
     @property
@@ -611,12 +614,14 @@ class ZeroOptimizer(OptimizerProxy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: ranges of parameters and state, the groups' options, the loss scale."""
+        self.check_open("state_dict")
         self.check_between_steps("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
         part = rank_part(self.contents, self.scaler)
         return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, part))
 
+    @torch.inference_mode(False)  # steps write to the state that it makes
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a `state_dict` of the same rank. Every rank must call this."""
@@ -656,6 +661,11 @@ class ZeroOptimizer(OptimizerProxy):
             if group.asleep and any(clean_name(member.name) not in asleep for member in group.members):
                 self.reducer.wake(group)
 
+    def check_open(self, call: str) -> None:
+        """Raise RuntimeError after `destroy`, which has freed state and process groups."""
+        if self.closed:
+            raise RuntimeError(f"{call} after destroy. Initialize the model again")
+
     def check_between_steps(self, call: str) -> None:
         """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
         self.unfinished.check_values(call)
@@ -682,6 +692,11 @@ class ZeroOptimizer(OptimizerProxy):
 
     def catch_up(self) -> None:
         """Bring masters up to date with writes by user code, before parameters or masters are read."""
+        if self.merges:
+            raise RuntimeError(
+                "weights cannot be read, saved or loaded inside engine.generation(merge_adapters=True): "
+                "adapters are merged into base weights there. Leave the block first"
+            )
         self.finish_update()
         lost = self.offload.lost if self.offload is not None else ""
         if self.states_offloaded or lost:
