@@ -101,9 +101,10 @@ def save_checkpoint(
     def begin() -> CheckpointSave:
         assert contents is not None  # else `agree` has raised
         kept = {name: each.state_dict() for name, each in extras.kept.items()}
+        schedule = {} if groups.pipe is None else stage_schedule(optimizer, extras.lr_scheduler)
         plain = {
             "numbers": optimizer.contents.numbers(every=False),
-            "private": {"random": rng_states(), "buffers": own, "kept": kept},
+            "private": {"random": rng_states(), "buffers": own, "kept": kept, **schedule},
             "shared": contents.shared(extras, client_state or {}, names) if is_first else {},
         }
         payload = payload_of(this_rank(), contents.shares(), plain)
@@ -199,6 +200,16 @@ def merged_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             members.update(dict.fromkeys(names))
     ordered = [each for _, each in sorted(found.items(), key=lambda pair: pair[0][0])]
     return {"groups": [options for options, _ in ordered], "members": [[*names] for _, names in ordered]}
+
+
+def stage_schedule(optimizer: ZeroOptimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the LR scheduler's state on a pipeline rank, with the members of its parameter groups.
+
+    A schedule may keep values for each group, such as rates, and stages may have other groups.
+    """
+    if scheduler is None:
+        return {}
+    return {"lr_scheduler": {"members": group_members(optimizer), "state": scheduler.state_dict()}}
 
 
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
