@@ -87,9 +87,9 @@ def load_checkpoint(
     A failure raises CheckpointError on every rank, and nothing is changed.
     """
     optimizer.unfinished.check_load("load_checkpoint")
-    async_saves_of(optimizer).wait()
-    optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
+    attempt(async_saves_of(optimizer).wait)
+    optimizer.finish_update()
     elsewhere = set[str]()  # names of other pipeline stages
     if optimizer.groups.pipe is not None:
         everyones = attempt.agree([clean_name(name) for part in own_and_made(module) for name in part])

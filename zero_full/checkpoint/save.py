@@ -65,9 +65,8 @@ def save_checkpoint(
     A failure raises CheckpointError on every rank, and earlier checkpoints stay unchanged. An asynchronous
     save raises it from the next step, save or load, or from `wait_for_checkpoint`.
     """
-    saves = async_saves_of(optimizer)
-    saves.wait()
-    attempt = Attempt(optimizer, CALL)
+    attempt, saves = Attempt(optimizer, CALL), async_saves_of(optimizer)
+    attempt(saves.wait)
     optimizer.finish_update()
     place = Path(directory).absolute()
 
