@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from zero_full._compat import clean_name
 from zero_full.checkpoint import disk
 from zero_full.checkpoint.async_save import AsyncSave, async_saves_of
-from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.failure import Attempt, check_same_arguments
 from zero_full.checkpoint.folder import CheckpointSave, SaveOptions, check_replaceable, check_tag
 from zero_full.checkpoint.rank_file import payload_of
 from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
-from zero_full.formatting import by_value
 from zero_full.shard.access.gathered_parameters import names_and_values
 from zero_full.shard.contents.keys import BUFFERS, PARAMETERS, STATE
 from zero_full.shard.contents.state import Chunk
@@ -92,7 +91,7 @@ def save_checkpoint(
         mine["names"] = contents.names()  # of this rank's pipeline stages
     everyones = attempt.agree(mine)
     names = merged_names([each["names"] for each in everyones.values() if "names" in each])
-    _check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
+    check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
     is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
     firsts = {k: v for _, each in sorted(everyones.items(), reverse=True) for k, v in each["buffers"].items()}
     own = {key: chunk.values for key, chunk in buffers.items() if firsts[key] != digests[key]}
@@ -228,17 +227,6 @@ def share_of(chunk: Chunk) -> Chunk:
     if not chunk.key.startswith(BUFFERS):
         return chunk.share()
     return chunk if chunk.holder[0] == 0 else replace(chunk, values=chunk.values[:0])
-
-
-def _check_same_arguments(same: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise CheckpointError if the arguments of the save differ between ranks."""
-    for key in next(iter(same.values())):
-        values = by_value({rank: repr(arguments[key]) for rank, arguments in same.items()})
-        if len(values) > 1:
-            raise CheckpointError(
-                f"{key} differs between ranks: {'; '.join(values)}. Every rank must pass the same arguments "
-                "(the time of day, in a name, differs between ranks)"
-            )
 
 
 class SaveContents:
