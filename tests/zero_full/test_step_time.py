@@ -73,6 +73,22 @@ class One(nn.Module):
         return self.layer(x).sum()
 
 
+class Detached(One):
+    """A loss without a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class ReadsGradient(nn.Linear):
+    """A layer whose backward needs values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: gradient * float(gradient.sum()))
+        return y
+
+
 class Words(One):
     """One matrix, for tokens."""
 
@@ -134,10 +150,10 @@ def test_stage_3_gathers_for_each_pass_and_stage_0_reduces_whole_gradients() -> 
     assert zero.step_time.gather == 0 and zero.step_time.update == pytest.approx(1e-3 * IN * OUT)
 
 
-def pipeline(layers: int = 4, per_rank: int = 2) -> PipelineModule:
+def pipeline(layers: int = 4, per_rank: int = 2, kind: type[nn.Module] = nn.Linear) -> PipelineModule:
     """Equal layers on two ranks."""
     with torch.device("meta"):
-        specs = [LayerSpec(nn.Linear, IN, IN, bias=False)] * layers
+        specs = [LayerSpec(kind, IN, IN, bias=False)] * layers
         return PipelineModule(specs, 2, loss_fn=nn.functional.mse_loss, stages_per_rank=per_rank)
 
 
@@ -250,7 +266,11 @@ def test_what_has_no_rate_is_not_forecast() -> None:
     conv = nn.Sequential(nn.Conv1d(2, 2, 1))
     shape = [torch.empty(1, 2, 4, device="meta")]
     two: dict[str, Any] = {"world": 1, "inputs": PAIR, "gradient_accumulation_steps": 2}
+    of_pipelines = machine(runtime={**machine().runtime, "pipeline": [0.5, 0.0]})
     cases = {
+        "no output requires a gradient": planned(1, model=Detached()),
+        "fails without values": planned(1, model=ReadsGradient(IN, OUT)),
+        "rate of a backward that": planned(1, of_pipelines, pipeline(per_rank=1, kind=ReadsGradient), **two),
         "without a batch": planned(1, inputs=[]),
         "convolution": planned(1, model=conv, inputs=shape),
         "only the compiled operators of Adam": planned(1, optimizer="SGD"),
