@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_full._compat import clean_name
 from zero_full.checkpoint.async_save import async_saves_of
 from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.object_state import (
     ObjectStates,
     follow_groups,
@@ -97,9 +98,10 @@ def load_checkpoint(
 
     def open_and_check() -> None:
         optimizer.catch_up()
-        if tag is None and not holds_latest(Path(directory)):
+        folder = local_path(directory)
+        if tag is None and not holds_latest(folder):
             return
-        source = open_checkpoint(Path(directory), tag)
+        source = open_checkpoint(folder, tag)
         load.append(CheckpointLoad(module, optimizer, source, wanted, extras, elsewhere))
         try:
             load[0].check()

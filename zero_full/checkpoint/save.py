@@ -22,7 +22,13 @@ from zero_full._compat import clean_name
 from zero_full.checkpoint import disk
 from zero_full.checkpoint.async_save import AsyncSave, async_saves_of
 from zero_full.checkpoint.failure import Attempt, check_same_arguments
-from zero_full.checkpoint.folder import CheckpointSave, SaveOptions, check_replaceable, check_tag
+from zero_full.checkpoint.folder import (
+    CheckpointSave,
+    SaveOptions,
+    check_replaceable,
+    check_tag,
+    local_path,
+)
 from zero_full.checkpoint.rank_file import payload_of
 from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
@@ -70,6 +76,7 @@ def save_checkpoint(
     place = Path(directory).absolute()
 
     def collect() -> SaveContents:
+        local_path(directory)
         check_tag(tag)
         if options.keep_last is not None and options.keep_last < 1:
             raise CheckpointError(f"keep_last is {options.keep_last}, but must be at least 1")

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.disk import is_file_name
 from zero_full.checkpoint.failure import Attempt, check_same_arguments
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.safetensors_writer import (
     CODES,
     DTYPES,
@@ -146,7 +147,7 @@ def save_weights(
         )
         for tensor, name in selection.first_names().items()
     ]
-    files = WeightFiles(Path(directory) / filename, entries, max_shard_bytes, selection.aliases())
+    files = WeightFiles(local_path(directory) / filename, entries, max_shard_bytes, selection.aliases())
     _export(optimizer, selection, files, dtype)
 
 
@@ -176,7 +177,7 @@ def save_16bit_model(
         )
     else:
         selection = select(module, optimizer, names)
-        _export(optimizer, selection, _PickledFile(Path(save_dir) / save_filename, selection), None)
+        _export(optimizer, selection, _PickledFile(local_path(save_dir) / save_filename, selection), None)
     return True
 
 
@@ -313,7 +314,7 @@ def load_weights(
 
     def match() -> str:
         optimizer.catch_up()
-        stored = _catalogue(place)
+        stored = _catalogue(local_path(path))
         wrong = [
             text for n in tensors.keys() & stored.keys() for text in _differences(n, tensors[n], stored[n])
         ]
