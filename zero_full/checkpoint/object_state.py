@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zero_full._compat import clean_name, schedule_parts, set_last_rates
 from zero_full.checkpoint.json_values import fingerprint
@@ -80,6 +81,9 @@ class ObjectStates:
                 )
             return
         saved = self.source.shared.get("schedule", kind)
+        # DeepSpeed saves no class, and torch's schedules load any dict, also one that has nothing of theirs.
+        if isinstance(scheduler, LRScheduler) and state and state.keys().isdisjoint(scheduler.state_dict()):
+            saved = f"schedule with {listed(sorted(state))}"
         if state is None or saved != kind:
             found = "no LR scheduler state" if state is None else f"the state of a {saved}, not of a {kind}"
             raise CheckpointError(
