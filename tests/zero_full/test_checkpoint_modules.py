@@ -306,6 +306,16 @@ def test_a_schedule_goes_on_without_the_optimizers_state(schedule: Any, tmp_path
         train(other, number)
 
 
+def test_a_state_dict_of_another_schedule_is_not_loaded() -> None:
+    engines = []
+    for schedule in SCHEDULES:
+        model = Plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        engines.append(engine_of(model, optimizer=optimizer, lr_scheduler=schedule(optimizer)))
+    with pytest.raises(ValueError, match="of a run with a ExponentialLR, and this run has a CosineAnnealing"):
+        engines[1].load_state_dict(engines[0].state_dict())
+
+
 def in_groups(names: Sequence[Sequence[str]]) -> Any:
     """An engine with these parameter groups, and a schedule whose state has a rate for each."""
     model = Plain()
