@@ -279,6 +279,7 @@ def test_what_has_no_rate_is_not_forecast() -> None:
         "matrix products in": planned(1, machine(products={})),
         "collectives:": planned(1, shared_memory=False),
         "Adam in": planned(1, machine(adam={})),
+        "the runtime at stage 1": planned(1, machine(runtime={"0": [0.5, 0.25]})),
         "measured by one rank": planned(1, model=pipeline(per_rank=1), **two),
         "splits backward": planned(
             1, model=pipeline(), pipeline={"schedule": "interleaved_zero_bubble"}, **two
@@ -296,6 +297,10 @@ def test_a_wrong_machine_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         "is not JSON": "{",
         "is no machine file": json.dumps({"device": "cpu"}),
         "is of version 0": json.dumps({**good, "version": 0}),
+        "were not measured, in hidden": json.dumps({**good, "hidden": float("nan")}),
+        "were not measured, in products, waiting": json.dumps(
+            {**good, "products": {"float32 nt": []}, "waiting": None}
+        ),
         "lacks products, hidden": json.dumps(
             {k: v for k, v in good.items() if k not in ("products", "hidden")}
         ),
