@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero_full import LayerSpec, PipelineModule
 from zero_full.__main__ import main
+from zero_full._compat import fake_process_group
 from zero_full.errors import PlanError
 from zero_full.measure.rates import QUICK, mean_rates, measure_rates
 from zero_full.plan import Plan, plan, plan_stages
@@ -346,6 +347,9 @@ def test_every_fact_of_a_machine_file_is_compared() -> None:
 def test_a_plan_has_the_threads_that_torchrun_gives_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    with fake_process_group(2):
+        assert threads_of_a_rank(2) == 1
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert threads_of_a_rank(2) == 1 and threads_of_a_rank(1) == torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
