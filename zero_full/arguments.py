@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
-from zero_full.errors import FitError, PlanError, UsageError
+from zero_full.errors import PlanError, UsageError
 from zero_full.formatting import parse_size, shown
 
 
@@ -21,6 +21,13 @@ def count(text: str) -> int:
     return number
 
 
+def path_text(text: str) -> str:
+    """Return the text of a path. Raises ArgumentTypeError if it is empty, as "$FILE" without a value is."""
+    if not text:
+        raise ArgumentTypeError("the path is empty")
+    return text
+
+
 def check_readable(path: str | Path, option: str, what: str) -> None:
     """Raise UsageError unless this is a file that can be read. `what`: what to pass instead."""
     try:
@@ -31,9 +38,11 @@ def check_readable(path: str | Path, option: str, what: str) -> None:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raise UsageError if a file is to be written into a folder that does not exist."""
+    """Raise UsageError if a file is to be written in place of a folder, or into one that does not exist."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(f"{option}: {Path(path).parent} is not a directory. Create it first")
+    if path is not None and Path(path).is_dir():
+        raise UsageError(f"{option}: {path} is a directory. Name a file in it")
 
 
 def check_checkpoint_folder(folder: str) -> None:
@@ -44,12 +53,13 @@ def check_checkpoint_folder(folder: str) -> None:
 
 def size_of(option: str, text: str) -> int:
     """Parse a size in bytes, which must have a unit."""
-    if text.strip()[-1:].isdigit():
-        raise FitError(f"{option} {text} has no unit: write it as in {text.strip()}GB")
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except ValueError as error:
-        raise FitError(f"{option}: {error}") from None
+        raise UsageError(f"{option}: {error}") from None
+    if text.strip()[-1:].isdigit():
+        raise UsageError(f"{option} {text} has no unit: write it as in {text.strip()}GB")
+    return size
 
 
 def module_and_function(text: str) -> tuple[str, str]:
@@ -75,9 +85,10 @@ def no_module(name: str, missing: str) -> PlanError:
 def shape_and_type(text: str) -> tuple[list[int], str]:
     """Split the description of an input, such as "2x1024:int64"."""
     found = re.fullmatch(r"(\d+(?:x\d+)*):(\w+)", text)
-    if found is None:
+    sizes = [int(size) for size in found[1].split("x")] if found is not None else []
+    if found is None or not all(sizes):
         raise bad_batch(text)
-    return [int(size) for size in found[1].split("x")], found[2]
+    return sizes, found[2]
 
 
 def bad_batch(text: str) -> PlanError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_full import early_checks
-from zero_full.arguments import count
+from zero_full.arguments import count, path_text
 from zero_full.doctor import machine as doctor
 
 PROGRAM = "python -m zero_full"
@@ -127,7 +127,7 @@ def _build(options: Namespace) -> int:
 
 
 CHECKPOINT = (
-    _argument("checkpoint", "the folder that was given to save_checkpoint", metavar="CKPT"),
+    _argument("checkpoint", "the folder that was given to save_checkpoint", type=path_text, metavar="CKPT"),
     _argument("--tag", "tag of the checkpoint (default: the latest)"),
 )
 FILL = _argument(
@@ -161,6 +161,7 @@ COMMANDS = (
             _argument(
                 "--out",
                 "with --measure: write the rates of this machine's ranks to this file, for `--machine`",
+                type=path_text,
                 metavar="FILE",
             ),
             _flag("--json", "print one line of JSON"),
@@ -238,7 +239,7 @@ COMMANDS = (
             DEVICE,
             MACHINE,
             _flag("--fastest", "choose the fastest that fits, by the forecast of --machine"),
-            _argument("--write", "write the configuration to this file", metavar="FILE"),
+            _argument("--write", "write the configuration to this file", type=path_text, metavar="FILE"),
             _flag("--json", "print one line of JSON for each candidate"),
         ),
         more="It reads config.json, allocates no model, and writes the configuration for you.",
@@ -258,7 +259,9 @@ COMMANDS = (
             _number("--world", "data-parallel ranks"),
             FILL,
             _flag("--quick", "without torch: skip what depends on the installed torch"),
-            _argument("--write", "write the filled file, unless it has a mistake", metavar="FILE"),
+            _argument(
+                "--write", "write the filled file, unless it has a mistake", type=path_text, metavar="FILE"
+            ),
             _flag("--json", "print one line of JSON, with a verdict on every key"),
         ),
         more="It prints the errors and warnings of the engine, and starts nothing.\n"

@@ -17,7 +17,6 @@ from zero_full.arguments import (
     size_of,
 )
 from zero_full.errors import UsageError
-from zero_full.formatting import parse_size
 
 
 def doctor(options: Namespace) -> None:
@@ -58,10 +57,7 @@ def inspect(options: Namespace) -> None:
 
 def export(options: Namespace) -> None:
     """Check the arguments of `export`."""
-    try:
-        parse_size(options.max_shard_size)
-    except ValueError as error:
-        raise UsageError(f"--max-shard-size: {error}") from None
+    size_of("--max-shard-size", options.max_shard_size)
     if not options.out:
         raise UsageError("OUT is empty. Name the folder to write the weights to")
     check_checkpoint_folder(options.checkpoint)

@@ -21,6 +21,7 @@ from tests.zero_full.checkpoint_runs import engine_of as rich
 from tests.zero_full.damaged import bits, refusal, state_of
 from tests.zero_full.dying import Small, engine_of, save, step
 from tests.zero_full.runs import said_by
+from zero_full.checkpoint import export_checkpoint
 
 # The user's data --------------------------------------------------------------------------------------------
 
@@ -302,6 +303,22 @@ def test_a_relative_folder_is_where_it_was_when_the_save_began(
     assert refusal(lambda: engine.load_checkpoint("out", tag="x")).startswith(
         "out does not exist or is not a folder"
     )
+
+
+def test_a_url_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a path "s3://bucket" is a folder "s3:" in the working directory
+    engine = engine_of()
+    for call in (
+        engine.save_checkpoint,
+        engine.load_checkpoint,
+        engine.save_weights,
+        engine.load_weights,
+        engine.save_16bit_model,
+        partial(export_checkpoint, tmp_path),
+    ):
+        for url in ("s3://bucket/run", Path("gs://bucket/run")):
+            assert refusal(partial(call, url)).startswith(f"{url} is a URL"), call
+    assert list(tmp_path.iterdir()) == []
 
 
 TAGS = (

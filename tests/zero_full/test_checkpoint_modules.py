@@ -1,7 +1,7 @@
 """Modules whose state dict is not just tensors in a row, and runs that are told otherwise than before."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,46 @@ def test_a_schedule_goes_on_without_the_optimizers_state(schedule: Any, tmp_path
         assert engine.get_lr() == other.get_lr()
         train(engine, number)
         train(other, number)
+
+
+def test_a_state_dict_of_another_schedule_is_not_loaded() -> None:
+    engines = []
+    for schedule in SCHEDULES:
+        model = Plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        engines.append(engine_of(model, optimizer=optimizer, lr_scheduler=schedule(optimizer)))
+    with pytest.raises(ValueError, match="of a run with a ExponentialLR, and this run has a CosineAnnealing"):
+        engines[1].load_state_dict(engines[0].state_dict())
+
+
+def in_groups(names: Sequence[Sequence[str]]) -> Any:
+    """An engine with these parameter groups, and a schedule whose state has a rate for each."""
+    model = Plain()
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        param.requires_grad_(any(name in each for each in names))
+    groups = [{"params": [named[n] for n in each], "lr": 10.0**-place} for place, each in enumerate(names)]
+    optimizer = torch.optim.AdamW(groups)
+    return engine_of(model, optimizer=optimizer, lr_scheduler=ExponentialLR(optimizer, 0.5))
+
+
+def test_a_schedule_of_other_groups_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, *others = dict(Plain().named_parameters())
+    engine = in_groups([[first], others])
+    train(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    cases = (
+        ([others, [first]], "is in the optimizer's parameter group 0, but was saved in group 1"),
+        ([[first]], "the learning rates of 2 parameter groups, but the optimizer has 1"),
+    )
+    for names, message in cases:
+        other = in_groups(names)
+        before, rates = kept_of(other), (other.get_lr(), other.lr_scheduler.state_dict())
+        with pytest.raises(CheckpointError, match=rf"{message}.* \(load_lr_scheduler_states=False\)"):
+            other.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert same(kept_of(other), before) and rates == (other.get_lr(), other.lr_scheduler.state_dict())
+    in_groups([[first], others]).load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert "parameter group 1 uses the saved options in place of this run's: lr 0.05, not 0.1" in caplog.text
 
 
 def test_a_schedule_that_nobody_takes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

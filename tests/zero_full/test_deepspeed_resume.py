@@ -106,6 +106,19 @@ def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
     assert all(map(torch.equal, engine.module.parameters(), before))
 
 
+def test_the_state_of_another_schedule_is_refused(tmp_path: Path) -> None:
+    folder, case = unpacked("stage2_fp32", tmp_path), CASES["stage2_fp32"]
+    model = Odd(case)
+    optimizer = torch.optim.AdamW(groups_of(model, case.groups), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    config = {key: value for key, value in configuration(case).items() if key != "scheduler"}
+    engine = zero_full.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    message = "the state of a schedule with last_batch_iteration, not of a ExponentialLR"
+    with pytest.raises(zero_full.CheckpointError, match=message):
+        engine.load_checkpoint(folder, "global_step3")
+    engine.load_checkpoint(folder, "global_step3", load_lr_scheduler_states=False)
+
+
 def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
     case, model = CASES["stage2_fp32"], Odd(CASES["stage2_fp32"])
     optimizer = torch.optim.AdamW(groups_of(model, 3)[::-1], lr=0.01)

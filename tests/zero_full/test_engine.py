@@ -299,7 +299,11 @@ def test_loading_what_another_layout_saved_names_the_parameter() -> None:
 
 def test_new_weights_reach_the_masters() -> None:
     engine = engine_of(bf16={"enabled": True})
-    state = {name: torch.zeros_like(p) for name, p in engine.module_state_dict().items()}
+    before = engine.module_state_dict()
+    state = {name: torch.zeros_like(p) for name, p in before.items()}
+    with pytest.raises(ValueError, match=r"has shape \(\d.*Load a state dict of this model"):
+        engine.load_module_state_dict({**state, [*state][-1]: torch.zeros(1)})
+    assert all(torch.equal(p, before[name]) for name, p in engine.module_state_dict().items())
     engine.load_module_state_dict(state)
     engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
     engine.step()

@@ -269,6 +269,23 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path
         assert f"rank {rank}: CheckpointError: rank 0: [Errno 20] Not a directory" in str(caught.value)
 
 
+def save_differently(comm: Any, folder: Path) -> list[str]:
+    """What is said where only rank 0, which writes, has the argument."""
+    engine, said = engine_of(3, BF16), []
+    for given in ({"dtype": torch.float32}, {"names": lambda name: None if "out" in name else name}):
+        with pytest.raises(CheckpointError) as caught:
+            save_weights(engine.module, engine.optimizer, folder, **(given if comm.rank == 0 else {}))
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_save_the_same_weights(tmp_path: Path) -> None:
+    said = run_in("processes", save_differently, 2, tmp_path)
+    assert said[0] == said[1] and names_in(tmp_path) == []
+    assert said[0][0].startswith("dtype differs between ranks: torch.float32 on rank 0; None on rank 1")
+    assert said[0][1].startswith("names differs between ranks: '")
+
+
 KILLED = """
 import gc, os, shutil, sys
 from itertools import count

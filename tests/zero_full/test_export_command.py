@@ -327,6 +327,9 @@ def test_a_size_that_is_none_is_told(capsys: Capture, size: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["export", "saved", "out", f"--max-shard-size={size}"])
     assert caught.value.code == 2 and "write it as in 5GB, 500MB or 2GiB" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", "saved", "out", "--max-shard-size=5"])  # bytes would be a file for each tensor
+    assert "--max-shard-size 5 has no unit: write it as in 5GB" in capsys.readouterr().err
 
 
 def test_sizes_are_what_people_write() -> None:

@@ -245,7 +245,7 @@ def test_the_command_prints_and_writes_what_is_to_be_run(
     assert "Nothing fits. Try --checkpointing, --host-memory, --disk or" in capsys.readouterr().out
     for wrong, message in {
         ("--world", "3"): "--world: 3 GPUs cannot be divided equally among 2 hosts",
-        ("--write", str(tmp_path)): f"--write: {tmp_path} cannot be written: Is a directory",
+        ("--write", str(tmp_path)): f"--write: {tmp_path} is a directory. Name a file in it",
         ("--memory", "much"): "--memory: 'much' is not a size",
         ("--memory", "80"): "--memory 80 has no unit: write it as in 80GB",
         ("--context", "0"): "--context: 0 is less than 1",

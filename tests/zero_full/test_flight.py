@@ -18,7 +18,7 @@ from tests.zero_full.runs import Net, config, data
 from zero_full.__main__ import main
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.picture import picture
+from zero_full.flight.picture import open_recording, picture
 from zero_full.flight.rank_files import FORMAT, folder_of, read_parts
 from zero_full.flight.timeline import merge, offsets, recording_of
 from zero_full.shard.access.held_bytes import bytes_behind
@@ -272,6 +272,8 @@ def test_what_an_earlier_run_has_left_is_not_mixed_in(tmp_path: Path) -> None:
         about = {**part(rank).about, "run": run, "started": 5.0 - rank}
         BlackBox(tmp_path / "a.json", rank, about, steps=2).write({"n": 0, "t": 1, "what": "sum"})
     assert [each.rank for each in read_parts(folder_of(tmp_path / "a.json"))] == [0]
+    with pytest.raises(RecordingError, match="is a folder"):
+        open_recording(Path())
     with pytest.raises(RecordingError, match="contains no recording"):
         read_parts(tmp_path)
 

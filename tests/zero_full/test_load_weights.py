@@ -235,6 +235,17 @@ def test_a_file_that_one_rank_lacks_stops_all(plain: Path) -> None:
     assert message.startswith(f"rank 2: {plain / 'gone.safetensors'} does not exist") and unchanged
 
 
+def test_ranks_load_the_same_values(plain: Path) -> None:
+    """Else each would take its rows of another model, as after a copy to one host only."""
+    (plain / "a").mkdir()
+    safetensors.torch.save_model(Zoo(), str(plain / "a" / ONE_FILE))
+    told = run_in("processes", failure_of_load, 3, [plain, plain, plain / "a"], 3)
+    assert len(set(told)) == 1
+    message, unchanged = told[0]
+    assert re.match(rf"ranks found different weights: {plain} \(\w+\) on ranks 0, 1; ", message), message
+    assert unchanged
+
+
 def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
     safetensors.torch.save_file({"scale": torch.tensor(1.0)}, tmp_path / ONE_FILE)
     ((message, unchanged),) = run_in("processes", failure_of_load, 1, [tmp_path], 0)

@@ -53,7 +53,13 @@ def falling(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + steps))
 
 
-def engine_of(stages: int | None, rates: Any = by_layer) -> Any:
+def in_parts(optimizer: Any) -> Any:
+    """The same rates, by two schedules of which each keeps the rates of all groups."""
+    parts = [falling(optimizer), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (2 + steps))]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+
+def engine_of(stages: int | None, rates: Any = by_layer, schedule: Any = falling) -> Any:
     """A pipeline of so many stages, or an ordinary engine of the same layers."""
     if stages is None:
         module: Any = Whole(0, tied=False)
@@ -63,7 +69,7 @@ def engine_of(stages: int | None, rates: Any = by_layer) -> Any:
         )
     made = {key: value for key, value in config().items() if stages is not None or key != "pipeline"}
     optimizer = torch.optim.AdamW(rates(module))
-    return zero_full.initialize(model=module, optimizer=optimizer, config=made, lr_scheduler=falling)[0]
+    return zero_full.initialize(model=module, optimizer=optimizer, config=made, lr_scheduler=schedule)[0]
 
 
 def train(engine: Any, step: int) -> None:
@@ -84,8 +90,8 @@ def rates(engine: Any) -> dict[str, float]:
     return {name: rate for each in everyones for name, rate in each.items()}
 
 
-def saved_by_layer(comm: Any, folder: Path) -> dict[str, float]:
-    engine = engine_of(2)
+def saved_by_layer(comm: Any, folder: Path, schedule: Any) -> dict[str, float]:
+    engine = engine_of(2, schedule=schedule)
     for step in range(2):
         train(engine, step)
     engine.save_checkpoint(folder)
@@ -94,10 +100,13 @@ def saved_by_layer(comm: Any, folder: Path) -> dict[str, float]:
     return found
 
 
-def loaded_by_layer(comm: Any, stages: int | None, folder: Path) -> list[dict[str, float]]:
+def loaded_by_layer(
+    comm: Any, stages: int | None, folder: Path, schedule: Any, with_state: bool
+) -> list[dict[str, float]]:
     """The rates after a load, and after another step where a pipeline goes on."""
-    engine = engine_of(stages)
-    engine.load_checkpoint(folder)
+    engine = engine_of(stages, schedule=schedule)
+    engine.load_checkpoint(folder, load_optimizer_states=with_state)
+    assert engine.lr_scheduler.get_last_lr() == [group["lr"] for group in engine.optimizer.param_groups]
     found = [rates(engine)]
     if stages is not None:
         train(engine, 2)
@@ -114,11 +123,17 @@ def one_group(comm: Any, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_stages_with_other_parameter_groups_save_and_load_at_other_stages(tmp_path: Path) -> None:
-    first = POOL.run(saved_by_layer, 4, tmp_path)[0]
+@pytest.mark.parametrize("schedule", [falling, in_parts])
+def test_stages_with_other_parameter_groups_save_and_load_at_other_stages(
+    schedule: Any, tmp_path: Path
+) -> None:
+    first = POOL.run(saved_by_layer, 4, tmp_path, schedule)[0]
     assert len(first) == 14 and [*first.values()] == pytest.approx([1 / 3] * 14)
-    for stages in (2, 4, None):
-        found = POOL.run(loaded_by_layer, 4, stages, tmp_path)[0]
+    cases = [
+        (stages, tmp_path, schedule, with_state) for stages in (2, 4, None) for with_state in (True, False)
+    ]
+    for (stages, *_), ranks in zip(cases, run_each(loaded_by_layer, 4, cases), strict=True):
+        found = ranks[0]
         assert found[0] == first
         if stages is not None:
             assert [*found[1].values()] == pytest.approx([1 / 4] * 14)

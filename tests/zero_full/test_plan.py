@@ -312,6 +312,8 @@ def test_experts_need_a_number_of_ranks_that_hold_different_ones() -> None:
     for wrong in (0, 3):
         with pytest.raises(PlanError, match=f"expert_parallel {wrong} does not divide the 4 ranks"):
             plan(WithExperts(), {}, 4, expert_parallel=wrong)
+    with pytest.raises(PlanError, match="expert_parallel is 2, but no parameter of the model is marked"):
+        plan(Odd(), {}, 4, expert_parallel=2)
 
 
 def test_what_initialize_refuses_is_refused_in_the_same_words() -> None:

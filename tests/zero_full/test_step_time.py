@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero_full import LayerSpec, PipelineModule
 from zero_full.__main__ import main
+from zero_full._compat import fake_process_group
 from zero_full.errors import PlanError
 from zero_full.measure.rates import QUICK, mean_rates, measure_rates
 from zero_full.plan import Plan, plan, plan_stages
@@ -71,6 +72,22 @@ class One(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).sum()
+
+
+class Detached(One):
+    """A loss without a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class ReadsGradient(nn.Linear):
+    """A layer whose backward needs values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: gradient * float(gradient.sum()))
+        return y
 
 
 class Words(One):
@@ -134,10 +151,10 @@ def test_stage_3_gathers_for_each_pass_and_stage_0_reduces_whole_gradients() -> 
     assert zero.step_time.gather == 0 and zero.step_time.update == pytest.approx(1e-3 * IN * OUT)
 
 
-def pipeline(layers: int = 4, per_rank: int = 2) -> PipelineModule:
+def pipeline(layers: int = 4, per_rank: int = 2, kind: type[nn.Module] = nn.Linear) -> PipelineModule:
     """Equal layers on two ranks."""
     with torch.device("meta"):
-        specs = [LayerSpec(nn.Linear, IN, IN, bias=False)] * layers
+        specs = [LayerSpec(kind, IN, IN, bias=False)] * layers
         return PipelineModule(specs, 2, loss_fn=nn.functional.mse_loss, stages_per_rank=per_rank)
 
 
@@ -250,7 +267,11 @@ def test_what_has_no_rate_is_not_forecast() -> None:
     conv = nn.Sequential(nn.Conv1d(2, 2, 1))
     shape = [torch.empty(1, 2, 4, device="meta")]
     two: dict[str, Any] = {"world": 1, "inputs": PAIR, "gradient_accumulation_steps": 2}
+    of_pipelines = machine(runtime={**machine().runtime, "pipeline": [0.5, 0.0]})
     cases = {
+        "no output requires a gradient": planned(1, model=Detached()),
+        "fails without values": planned(1, model=ReadsGradient(IN, OUT)),
+        "rate of a backward that": planned(1, of_pipelines, pipeline(per_rank=1, kind=ReadsGradient), **two),
         "without a batch": planned(1, inputs=[]),
         "convolution": planned(1, model=conv, inputs=shape),
         "only the compiled operators of Adam": planned(1, optimizer="SGD"),
@@ -259,6 +280,7 @@ def test_what_has_no_rate_is_not_forecast() -> None:
         "matrix products in": planned(1, machine(products={})),
         "collectives:": planned(1, shared_memory=False),
         "Adam in": planned(1, machine(adam={})),
+        "the runtime at stage 1": planned(1, machine(runtime={"0": [0.5, 0.25]})),
         "measured by one rank": planned(1, model=pipeline(per_rank=1), **two),
         "splits backward": planned(
             1, model=pipeline(), pipeline={"schedule": "interleaved_zero_bubble"}, **two
@@ -276,6 +298,10 @@ def test_a_wrong_machine_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         "is not JSON": "{",
         "is no machine file": json.dumps({"device": "cpu"}),
         "is of version 0": json.dumps({**good, "version": 0}),
+        "were not measured, in hidden": json.dumps({**good, "hidden": float("nan")}),
+        "were not measured, in products, waiting": json.dumps(
+            {**good, "products": {"float32 nt": []}, "waiting": None}
+        ),
         "lacks products, hidden": json.dumps(
             {k: v for k, v in good.items() if k not in ("products", "hidden")}
         ),
@@ -321,6 +347,9 @@ def test_every_fact_of_a_machine_file_is_compared() -> None:
 def test_a_plan_has_the_threads_that_torchrun_gives_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    with fake_process_group(2):
+        assert threads_of_a_rank(2) == 1
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert threads_of_a_rank(2) == 1 and threads_of_a_rank(1) == torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

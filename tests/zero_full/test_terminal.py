@@ -81,8 +81,10 @@ def ended(folder: Path, arguments: str) -> list[str]:
         ("plan --model none:tiny --config ds.json --world 2", 2),
         ("plan --model models:tiny --config ds.json --world 0", 2),
         ("plan --model models:tiny --config ds.json --world 2 --batch 4", 2),
+        ("plan --model models:tiny --config ds.json --world 2 --batch 0x4:fp32", 2),
         ("fit --hf-config none.json --world 2 --memory 80GB", 2),
         ("fit --hf-config ds.json --world 2 --memory 80", 2),
+        ("fit --hf-config ds.json --world 2 --memory 80GB --write .", 2),
         ("inspect none", 2),
         ("export none out", 2),
         ("replay none.json", 2),
@@ -95,11 +97,35 @@ def test_arguments_and_files_are_looked_at_before_torch_is_imported(
     assert ended(folder, arguments) == [str(code), "False", "False"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "ds.json", "--fill", "zero_optimization.stage=1", "--write", ""],
+        ["fit", "--hf-config", "config.json", "--world", "2", "--memory", "80GB", "--write", ""],
+        ["doctor", "--measure", "--out", ""],
+        ["inspect", ""],
+    ],
+)
+def test_a_path_that_is_empty_is_an_error(words: list[str], folder: Path, capsys: Capture) -> None:
+    """As "$FILE" is in a shell, without a value: nothing would be written, and nothing said."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and "the path is empty" in capsys.readouterr().err
+
+
 def test_the_main_names_do_not_import_the_compiler_of_torch() -> None:
     code = "import sys, zero_full; zero_full.initialize, zero_full.Engine, zero_full.Init, zero_full.Muon; "
     code += "print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_batch_of_another_size_than_the_configurations_is_remarked(folder: Path, capsys: Capture) -> None:
+    for micro, batch, is_said in ((1, "8x4:fp32", True), (8, "8x4:fp32", False), (3, "2x6x4:fp32", True)):
+        (folder / "ds.json").write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": micro}))
+        words = ["plan", "--model", "models:tiny", "--config", "ds.json", "--world", "2", "--batch", batch]
+        assert main(words) == 0
+        assert (f"no size is {micro}, the micro-batch size" in capsys.readouterr().err) is is_said
 
 
 def test_quick_says_what_it_leaves_out(folder: Path, capsys: Capture) -> None:

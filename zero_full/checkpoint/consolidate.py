@@ -13,6 +13,7 @@ from shutil import disk_usage
 import torch
 from torch import Tensor
 
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.safetensors_writer import CODES, TensorEntry, WeightFiles, check_export
 from zero_full.checkpoint.source import Source
@@ -73,9 +74,9 @@ def export_checkpoint(
     Tied parameters are stored once. The header has their other names, as with `safetensors.torch`. Damaged
     data raise an error. The files depend on names and values only, not on the number of saving ranks.
     """
-    options = ExportOptions(dtype, exclude_frozen, max_shard_bytes)
-    with closing(open_checkpoint(Path(folder), tag)) as source:
-        return consolidate(source, Path(out), options)
+    options, place = ExportOptions(dtype, exclude_frozen, max_shard_bytes), local_path(out)
+    with closing(open_checkpoint(local_path(folder), tag)) as source:
+        return consolidate(source, place, options)
 
 
 def consolidate(

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
+from zero_full.arguments import size_of
 from zero_full.checkpoint.consolidate import ExportOptions, consolidate, size_to_read
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.inspection import Inspection, neighbours, pairs, verify
 from zero_full.checkpoint.reading import open_checkpoint
-from zero_full.errors import CheckpointError, UsageError
-from zero_full.formatting import human, listed, parse_size, printable
+from zero_full.errors import CheckpointError
+from zero_full.formatting import human, listed, printable
 from zero_full.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,16 +46,13 @@ def _prints_errors(command: Callable[[argparse.Namespace], int]) -> Callable[[ar
 @_prints_errors
 def export(options: argparse.Namespace) -> int:
     """Run `python -m zero_full export` and return the exit code."""
-    try:
-        max_shard_bytes = parse_size(options.max_shard_size)
-    except ValueError as error:
-        raise UsageError(f"--max-shard-size: {error}") from None
+    max_shard_bytes = size_of("--max-shard-size", options.max_shard_size)
     wanted = ExportOptions(DTYPES.get(options.dtype), options.exclude_frozen, max_shard_bytes)
     with (
-        closing(open_checkpoint(Path(options.checkpoint), options.tag)) as source,
+        closing(open_checkpoint(local_path(options.checkpoint), options.tag)) as source,
         Progress("exporting", size_to_read(source, wanted), sys.stderr) as progress,
     ):
-        exported = consolidate(source, Path(options.out), wanted, progress.advance)
+        exported = consolidate(source, local_path(options.out), wanted, progress.advance)
     if options.json:
         found = {"path": source.path, "written_by": source.kind, "files": exported.files}
         left_out = {"frozen": exported.frozen, "not_tensors": exported.others}

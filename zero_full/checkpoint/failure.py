@@ -1,11 +1,12 @@
 """Raise a failure of one rank on all ranks, so that no rank continues alone or waits for a failed one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from zero_full.comm.error_dedup import print_once
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
+from zero_full.formatting import by_value
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 T = TypeVar("T")
@@ -45,6 +46,17 @@ class Attempt:
             first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
             raise print_once(CheckpointError(joined_messages(failed, len(reports))), first) from self.error
         return {rank: each for rank, (_, each) in sorted(reports.items())}
+
+
+def check_same_arguments(same: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise CheckpointError if the arguments of a call, by rank and by name, differ between ranks."""
+    for key in next(iter(same.values())):
+        values = by_value({rank: repr(arguments[key]) for rank, arguments in same.items()})
+        if len(values) > 1:
+            raise CheckpointError(
+                f"{key} differs between ranks: {'; '.join(values)}. Every rank must pass the same arguments "
+                "(the time of day, in a name, differs between ranks)"
+            )
 
 
 def message_of(error: BaseException | None) -> str:

@@ -19,6 +19,7 @@ of the same model. Files of the user in a checkpoint's folder are kept, in DIR/T
 
 import json
 import logging
+import os
 import re
 import time
 import zlib
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +46,20 @@ LONGEST_TAG = 200  # bytes; most file systems allow 255 for "replaced-12345678-"
 STALE = 3600.0  # seconds without a write after which a save counts as interrupted
 TEMPORARY = re.compile(rf"({PARTIAL}|{REPLACED}|{REMOVED})-([0-9a-f]{{8}})-(.+)")
 OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|rank_\d{{5,}}\.(safetensors|json)")
+URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` makes one slash of two; a drive of Windows is one letter
 Rows = Mapping[str, Mapping[str, int]]  # a manifest's entries by file name: sizes and checksums
 
 log = logging.getLogger("zero_full")
+
+
+def local_path(path: str | PathLike[str]) -> Path:
+    """Return a path. Raises CheckpointError for a URL, for which a local folder named "s3:" would be made."""
+    if URL.match(os.fspath(path)):
+        raise CheckpointError(
+            f"{path} is a URL, and files are written and read in a file system only. Mount the storage, or "
+            "copy the folder"
+        )
+    return Path(path)
 
 
 def check_tag(tag: str) -> str:

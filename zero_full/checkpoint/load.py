@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zero_full._compat import clean_name
 from zero_full.checkpoint.async_save import async_saves_of
 from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.object_state import (
     ObjectStates,
     follow_groups,
@@ -86,9 +88,9 @@ def load_checkpoint(
     A failure raises CheckpointError on every rank, and nothing is changed.
     """
     optimizer.unfinished.check_load("load_checkpoint")
-    async_saves_of(optimizer).wait()
-    optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
+    attempt(async_saves_of(optimizer).wait)
+    optimizer.finish_update()
     elsewhere = set[str]()  # names of other pipeline stages
     if optimizer.groups.pipe is not None:
         everyones = attempt.agree([clean_name(name) for part in own_and_made(module) for name in part])
@@ -96,9 +98,10 @@ def load_checkpoint(
 
     def open_and_check() -> None:
         optimizer.catch_up()
-        if tag is None and not holds_latest(Path(directory)):
+        folder = local_path(directory)
+        if tag is None and not holds_latest(folder):
             return
-        source = open_checkpoint(Path(directory), tag)
+        source = open_checkpoint(folder, tag)
         load.append(CheckpointLoad(module, optimizer, source, wanted, extras, elsewhere))
         try:
             load[0].check()
@@ -172,6 +175,8 @@ class CheckpointLoad:
         # Optimizer state of this rank alone: see [Note: a rank's own state] in `optim/step.py`.
         self.own_keys: list[str] = []
         self.own: dict[str, Chunk] = {}  # by name, once tensors are allocated
+        # The saved groups by this run's stages, with the rates that the schedule of other stages has reached.
+        self.rates_of: list[Any] = []
 
     # Before anything changes ---------------------------------------------------------------------
 
@@ -192,10 +197,22 @@ class CheckpointLoad:
         self.extra_state = saved_extra_state(self.source, self.made, place)
         self.objects, wanted = ObjectStates(self.source), self.wanted
         if wanted.lr_scheduler_states and not wanted.module_only:
-            self.objects.add_scheduler(self.extras.lr_scheduler, self.with_state)
+            self._add_scheduler(self.extras.lr_scheduler)
         self.objects.add_extra_state(self.module, self.extra_state)
         if self.with_state:
             self.objects.add_kept(self.extras, self.same_ranks, self.ranks)
+
+    def _add_scheduler(self, scheduler: Any) -> None:
+        """Add the LR scheduler, whose state has to fit the parameter groups of this run."""
+        self.objects.add_scheduler(scheduler, self.with_state, group_members(self.optimizer))
+        keeps_rates = isinstance(scheduler, LRScheduler)  # torch's keep one for each group, by position
+        loads_alone = self.objects.has_scheduler and not self.with_state
+        if self.objects.is_of_stage or not (keeps_rates and loads_alone and "groups" in self.shared):
+            return
+        if self.is_pipeline:
+            self.rates_of = self._groups_by_name()["groups"]
+        else:
+            self._check_groups(self.shared.get("members", ()))
 
     def _match(self) -> None:
         """Match every tensor of the module with one of the source."""
@@ -297,7 +314,8 @@ class CheckpointLoad:
 
     def _warn_of_changed_options(self) -> None:
         """Warn about saved optimizer options that replace other values of this run."""
-        by_schedule = BY_SCHEDULE if self.extras.lr_scheduler is not None else ()
+        is_loaded = self.wanted.lr_scheduler_states and self.extras.lr_scheduler is not None
+        by_schedule = BY_SCHEDULE if is_loaded else ()
         pairs = zip(self.optimizer.param_groups, self.shared["groups"], strict=True)
         for number, (here, saved) in enumerate(pairs):
             skipped = {*OF_THIS_RUN, *by_schedule}
@@ -310,6 +328,13 @@ class CheckpointLoad:
                     number,
                     "; ".join(changed),
                 )
+
+    @property
+    def _remedy(self) -> str:
+        """What to load without, if the saved parameter groups are not those of this run."""
+        if self.with_state:
+            return "Or load without optimizer state (load_optimizer_states=False)."
+        return "Or load without the LR scheduler (load_lr_scheduler_states=False)."
 
     def _groups_by_name(self) -> dict[str, Any]:
         """Find the saved options of each parameter group by its members. Stages may have other groups.
@@ -325,8 +350,8 @@ class CheckpointLoad:
                 one, other, *_ = found.values()
                 raise CheckpointError(
                     f"{one} and {other} are in the optimizer's parameter group {number}, but were saved in "
-                    f"groups with different options. Pass the groups as they are in {self.source.path}, or "
-                    "load without optimizer state (load_optimizer_states=False). Nothing was loaded"
+                    f"groups with different options. Pass the groups as they are in {self.source.path}. "
+                    f"{self._remedy} Nothing was loaded"
                 )
             known = next(iter(found.values()), None)
             groups.append(facts[number] if known is None else options[saved[known]])
@@ -341,8 +366,7 @@ class CheckpointLoad:
                     raise CheckpointError(
                         f"{name} is in the optimizer's parameter group {number}, but was saved in group "
                         f"{saved[name]}, so it would get another group's options. Pass the groups in the "
-                        f"order of {self.source.path}, or load without optimizer state "
-                        "(load_optimizer_states=False). Nothing was loaded"
+                        f"order of {self.source.path}. {self._remedy} Nothing was loaded"
                     )
 
     def _chunks(self) -> list[Chunk]:
@@ -370,7 +394,7 @@ class CheckpointLoad:
 
         Every rank must call this, after `check` has succeeded on all ranks.
         """
-        attempt(self.objects.load)
+        attempt(self._load_objects)
         try:
             attempt.agree()
         except BaseException:
@@ -393,6 +417,18 @@ class CheckpointLoad:
             error.args = (message,)  # the error itself, which is marked to be printed by one rank only
             raise
 
+    def _load_objects(self) -> None:
+        """Load the states of the objects. Raises CheckpointError if a schedule is of other groups."""
+        self.objects.load()
+        if self.with_state or self.rates_of or not self.objects.has_scheduler:
+            return
+        rates, groups = self.extras.lr_scheduler.get_last_lr(), self.optimizer.param_groups
+        if len(rates) != len(groups):
+            raise CheckpointError(
+                f"the LR scheduler in {self.source.path} has the learning rates of {len(rates)} parameter "
+                f"groups, but the optimizer has {len(groups)}. {self._remedy} Nothing was loaded"
+            )
+
     def fill(self) -> None:
         """Read this rank's ranges of master weights, shards and optimizer state."""
         shared, stepper = self.source.shared, self.optimizer.contents.stepper
@@ -406,11 +442,13 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
-            if self.is_pipeline and self.objects.has_scheduler:
+            if self.is_pipeline and self.objects.has_scheduler and not self.objects.is_of_stage:
                 follow_groups(self.extras.lr_scheduler, self.optimizer.param_groups)
             stepper.load_own_tensors({name: chunk.values for name, chunk in self.own.items()})
         elif self.objects.has_scheduler:
-            set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
+            if self.rates_of:
+                follow_groups(self.extras.lr_scheduler, self.rates_of)
+            set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler.get_last_lr())
         self.optimizer.zero_grad()
         if self.same_ranks:
             self._load_private_buffers()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from zero_full._compat import clean_name
+from zero_full._compat import clean_name, schedule_parts, set_last_rates
 from zero_full.checkpoint.json_values import fingerprint
 from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source
@@ -57,12 +58,16 @@ class ObjectStates:
         self.states: list[StateToLoad] = []
         self.previous: list[StateToLoad] = []
         self.has_scheduler = False
+        self.is_of_stage = False  # the scheduler's state was saved by a pipeline stage with the same groups
 
-    def add_scheduler(self, scheduler: Any, with_state: bool) -> None:
+    def add_scheduler(self, scheduler: Any, with_state: bool, members: Sequence[Sequence[str]]) -> None:
         """Add this run's LR scheduler, which may be None.
 
-        Raises CheckpointError if the saved scheduler is of another class. `with_state`: the options of the
-        optimizer's parameter groups, including the learning rate, are loaded as well.
+        with_state  the options of the optimizer's parameter groups, including the learning rate, are loaded
+                    as well
+        members     the parameter names of each of these groups
+
+        Raises CheckpointError if the saved scheduler is of another class.
         """
         state, kind = self.source.shared.get("lr_scheduler"), type(scheduler).__name__
         if scheduler is None:
@@ -76,6 +81,9 @@ class ObjectStates:
                 )
             return
         saved = self.source.shared.get("schedule", kind)
+        # DeepSpeed saves no class, and torch's schedules load any dict, also one that has nothing of theirs.
+        if isinstance(scheduler, LRScheduler) and state and state.keys().isdisjoint(scheduler.state_dict()):
+            saved = f"schedule with {listed(sorted(state))}"
         if state is None or saved != kind:
             found = "no LR scheduler state" if state is None else f"the state of a {saved}, not of a {kind}"
             raise CheckpointError(
@@ -87,6 +95,11 @@ class ObjectStates:
                 f"{kind} has no get_last_lr, so its current learning rate is unknown. Load it with the "
                 "optimizer state, or load neither (load_lr_scheduler_states=False). Nothing was loaded"
             )
+        for rank in self.source.savers:
+            of_stage = self.source.private(rank).get("lr_scheduler")
+            if of_stage is not None and of_stage["members"] == members:
+                state, self.is_of_stage = of_stage["state"], True
+                break
         self.states.append(StateToLoad("the LR scheduler", scheduler, state))
         self.has_scheduler = True
 
@@ -167,18 +180,20 @@ def saved_extra_state(source: Source, made: Mapping[str, Any], place: Mapping[st
     return found
 
 
-def follow_groups(scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
-    """Set an LR scheduler's first learning rates to those of these groups, if it keeps any.
+def follow_groups(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set an LR scheduler's learning rates, and its parts', to those of these groups, if it keeps any.
 
-    A checkpoint has those of the first pipeline stage, and other stages may have other groups.
+    The state is that of the first pipeline stage, and the groups of this one were divided otherwise.
     """
-    if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
-        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    for each in schedule_parts(scheduler):
+        if hasattr(each, "base_lrs") and all("initial_lr" in group for group in groups):
+            each.base_lrs = [group["initial_lr"] for group in groups]
+        set_last_rates(each, [float(group["lr"]) for group in groups])
 
 
-def set_learning_rates(groups: Sequence[dict[str, Any]], scheduler: Any) -> None:
-    """Set the learning rates of parameter groups to those that the LR scheduler has reached."""
-    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+def set_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Set the learning rate of each parameter group."""
+    for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:

@@ -21,14 +21,19 @@ from torch import Tensor, nn
 from zero_full._compat import clean_name
 from zero_full.checkpoint import disk
 from zero_full.checkpoint.async_save import AsyncSave, async_saves_of
-from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.folder import CheckpointSave, SaveOptions, check_replaceable, check_tag
+from zero_full.checkpoint.failure import Attempt, check_same_arguments
+from zero_full.checkpoint.folder import (
+    CheckpointSave,
+    SaveOptions,
+    check_replaceable,
+    check_tag,
+    local_path,
+)
 from zero_full.checkpoint.rank_file import payload_of
 from zero_full.checkpoint.rng_state import rng_states
 from zero_full.comm.store_messages import longest_timeout
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
-from zero_full.formatting import by_value
 from zero_full.shard.access.gathered_parameters import names_and_values
 from zero_full.shard.contents.keys import BUFFERS, PARAMETERS, STATE
 from zero_full.shard.contents.state import Chunk
@@ -65,13 +70,13 @@ def save_checkpoint(
     A failure raises CheckpointError on every rank, and earlier checkpoints stay unchanged. An asynchronous
     save raises it from the next step, save or load, or from `wait_for_checkpoint`.
     """
-    saves = async_saves_of(optimizer)
-    saves.wait()
-    attempt = Attempt(optimizer, CALL)
+    attempt, saves = Attempt(optimizer, CALL), async_saves_of(optimizer)
+    attempt(saves.wait)
     optimizer.finish_update()
     place = Path(directory).absolute()
 
     def collect() -> SaveContents:
+        local_path(directory)
         check_tag(tag)
         if options.keep_last is not None and options.keep_last < 1:
             raise CheckpointError(f"keep_last is {options.keep_last}, but must be at least 1")
@@ -93,7 +98,7 @@ def save_checkpoint(
         mine["names"] = contents.names()  # of this rank's pipeline stages
     everyones = attempt.agree(mine)
     names = merged_names([each["names"] for each in everyones.values() if "names" in each])
-    _check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
+    check_same_arguments({rank: each["same"] for rank, each in everyones.items()})
     is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
     firsts = {k: v for _, each in sorted(everyones.items(), reverse=True) for k, v in each["buffers"].items()}
     own = {key: chunk.values for key, chunk in buffers.items() if firsts[key] != digests[key]}
@@ -101,9 +106,10 @@ def save_checkpoint(
     def begin() -> CheckpointSave:
         assert contents is not None  # else `agree` has raised
         kept = {name: each.state_dict() for name, each in extras.kept.items()}
+        schedule = {} if groups.pipe is None else stage_schedule(optimizer, extras.lr_scheduler)
         plain = {
             "numbers": optimizer.contents.numbers(every=False),
-            "private": {"random": rng_states(), "buffers": own, "kept": kept},
+            "private": {"random": rng_states(), "buffers": own, "kept": kept, **schedule},
             "shared": contents.shared(extras, client_state or {}, names) if is_first else {},
         }
         payload = payload_of(this_rank(), contents.shares(), plain)
@@ -201,6 +207,16 @@ def merged_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"groups": [options for options, _ in ordered], "members": [[*names] for _, names in ordered]}
 
 
+def stage_schedule(optimizer: ZeroOptimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the LR scheduler's state on a pipeline rank, with the members of its parameter groups.
+
+    A schedule may keep values for each group, such as rates, and stages may have other groups.
+    """
+    if scheduler is None:
+        return {}
+    return {"lr_scheduler": {"members": group_members(optimizer), "state": scheduler.state_dict()}}
+
+
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
     """Return the parameter names of each parameter group of the optimizer."""
     places = optimizer.parts.places
@@ -218,17 +234,6 @@ def share_of(chunk: Chunk) -> Chunk:
     if not chunk.key.startswith(BUFFERS):
         return chunk.share()
     return chunk if chunk.holder[0] == 0 else replace(chunk, values=chunk.values[:0])
-
-
-def _check_same_arguments(same: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise CheckpointError if the arguments of the save differ between ranks."""
-    for key in next(iter(same.values())):
-        values = by_value({rank: repr(arguments[key]) for rank, arguments in same.items()})
-        if len(values) > 1:
-            raise CheckpointError(
-                f"{key} differs between ranks: {'; '.join(values)}. Every rank must pass the same arguments "
-                "(the time of day, in a name, differs between ranks)"
-            )
 
 
 class SaveContents:

@@ -15,10 +15,12 @@ or is too long; and special files such as pipes, on which a reader would wait fo
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero_full.checkpoint.disk import is_file_name
-from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.failure import Attempt, check_same_arguments
+from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.safetensors_writer import (
     CODES,
     DTYPES,
@@ -44,7 +47,7 @@ from zero_full.checkpoint.safetensors_writer import (
     publish_part,
 )
 from zero_full.errors import CheckpointError
-from zero_full.formatting import listed, shown
+from zero_full.formatting import by_value, listed, shown
 from zero_full.layout import LocalBlock
 from zero_full.shard.access.gathered_parameters import copy_on_cpu, names_and_values
 from zero_full.shard.group.dtensors import block_of, like, local_of, whole_of
@@ -53,6 +56,7 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST = 100_000_000  # bytes of an index; the limit of safetensors for headers
+SAMPLE = 64  # bytes of each tensor that ranks compare
 Renaming = Callable[[str], str | None]  # the name in the file; None: not in the file
 
 
@@ -143,8 +147,8 @@ def save_weights(
         )
         for tensor, name in selection.first_names().items()
     ]
-    files = WeightFiles(Path(directory) / filename, entries, max_shard_bytes, selection.aliases())
-    _export(optimizer, selection, files, exact=dtype is not None)
+    files = WeightFiles(local_path(directory) / filename, entries, max_shard_bytes, selection.aliases())
+    _export(optimizer, selection, files, dtype)
 
 
 @torch.no_grad()
@@ -173,14 +177,20 @@ def save_16bit_model(
         )
     else:
         selection = select(module, optimizer, names)
-        _export(optimizer, selection, _PickledFile(Path(save_dir) / save_filename, selection), exact=False)
+        _export(optimizer, selection, _PickledFile(local_path(save_dir) / save_filename, selection), None)
     return True
 
 
 def _export(
-    optimizer: ZeroOptimizer, selection: Selection, sink: "WeightFiles | _PickledFile", exact: bool
+    optimizer: ZeroOptimizer,
+    selection: Selection,
+    sink: "WeightFiles | _PickledFile",
+    dtype: torch.dtype | None,
 ) -> None:
-    """Gather every selected tensor, one flat buffer at a time, and write it to the sink on rank 0."""
+    """Gather every selected tensor, one flat buffer at a time, and write it to the sink on rank 0.
+
+    dtype  None: values are those of the parameters; else of their master weights
+    """
     attempt = Attempt(optimizer, "save_weights")
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
 
@@ -192,9 +202,12 @@ def _export(
     try:
         if writes:
             attempt(sink.begin)
-        attempt.agree()  # before anything is gathered
         names = selection.first_names()
-        masters = {group.parameters: group.master.values for group in optimizer.trained} if exact else {}
+        chosen = f"{len(names)} tensors ({_digest(names.values()).hex()})"
+        # What is gathered follows from both.
+        check_same_arguments(attempt.agree({"dtype": dtype, "names": chosen}))
+        is_exact = dtype is not None
+        masters = {group.parameters: group.master.values for group in optimizer.trained} if is_exact else {}
         for flat in optimizer.parts.flats:
             members = {names.pop(m.param): m for m in flat.members if m.param in names}
             if members:
@@ -299,9 +312,9 @@ def load_weights(
     tensors, place = select(module, optimizer, names).tensors, Path(path)
     found, unmatched = dict[Tensor, Stored](), Unmatched([], [])
 
-    def match() -> None:
+    def match() -> str:
         optimizer.catch_up()
-        stored = _catalogue(place)
+        stored = _catalogue(local_path(path))
         wrong = [
             text for n in tensors.keys() & stored.keys() for text in _differences(n, tensors[n], stored[n])
         ]
@@ -314,10 +327,18 @@ def load_weights(
             wrong += describe_unmatched(place, *unmatched)
         if wrong:
             raise CheckpointError("; ".join(sorted(wrong)) + ". Nothing was loaded")
+        chosen = [(name, stored[name]) for name in tensors if name in stored]
+        return _digest(part for name, each in chosen for part in (name, *_sample(each))).hex()
 
     attempt = Attempt(optimizer, "load_weights")
-    attempt(match)
-    attempt.agree()
+    chosen = attempt.agree((attempt(match), str(place)))
+    if len({digest for digest, _ in chosen.values()}) > 1:
+        found_by = by_value({rank: f"{path} ({digest})" for rank, (digest, path) in chosen.items()})
+        raise CheckpointError(
+            f"ranks found different weights: {'; '.join(found_by)}. In brackets is a digest of the names and "
+            "of the first values of each tensor. Copy the same files to all hosts, and pass the same names "
+            "on every rank. Nothing was loaded"
+        )
     attempt(lambda: _fill(optimizer, found))
     attempt.agree()
     publish_loaded(optimizer)
@@ -351,6 +372,23 @@ def publish_loaded(optimizer: ZeroOptimizer) -> None:
         values.node_copy = None
         if values.state is GatherState.WHOLE:
             values.all_gather()
+
+
+def _digest(parts: Iterable[str | bytes]) -> bytes:
+    """Return a digest of these texts and bytes, to compare between ranks."""
+    found = blake2b(digest_size=8)
+    for each in parts:
+        data = each.encode(errors="surrogatepass") if isinstance(each, str) else each
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
+
+
+def _sample(stored: Stored) -> tuple[str, bytes]:
+    """Return a tensor's form and its first bytes, which differ between two versions of a model."""
+    size = min(SAMPLE, prod(stored.shape) * DTYPES[stored.code].itemsize)
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.begin)
+        return repr((stored.shape, stored.code)), file.read(size)
 
 
 def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:

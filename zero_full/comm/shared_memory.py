@@ -97,8 +97,7 @@ class Halves(dict[torch.dtype, tuple[Half, Half]]):
             received = {owner: slot(owner, self.rank) for owner in others}
             return Half(len(whole[0]), whole, room, sent, received)
 
-        with torch.inference_mode(False):  # else calls outside of inference mode could not write to them
-            self[dtype] = cut(0), cut(self.half)
+        self[dtype] = cut(0), cut(self.half)
         return self[dtype]
 
 

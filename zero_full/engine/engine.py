@@ -452,7 +452,8 @@ class Engine(DeepSpeedQueries):
         load_module_strict        False: parameters and buffers may be missing or additional, with a warning
         load_optimizer_states     False: skip optimizer state, random number generators, loss scale and the
                                   objects of `keep_in_checkpoint`
-        load_lr_scheduler_states  False: the schedule stays as it is
+        load_lr_scheduler_states  False: the schedule stays as it is; groups still get the saved learning
+                                  rates with the state of the optimizer
         load_module_only          True: load weights and buffers only, no optimizer state and no counters
         drop_errors               True: drop the compression errors and local steps that each rank of 1-bit
                                   and 0/1 Adam has. Another number of ranks cannot use them

@@ -49,6 +49,7 @@ def run_state(
         "module": own_state_dict(module, optimizer),
         "optimizer": optimizer.state_dict(),
         "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
+        **({"schedule": type(lr_scheduler).__name__} if lr_scheduler is not None else {}),
         "counters": dict(counters),
     }
 
@@ -73,6 +74,12 @@ def _check_run_state(state: Mapping[str, Any], lr_scheduler: Any) -> None:
             f"the state has no schedule, so this run's {type(lr_scheduler).__name__} would not continue at "
             'the loaded step. To keep the schedule unchanged, set state["lr_scheduler"] = '
             "engine.lr_scheduler.state_dict() before the load"
+        )
+    kind = type(lr_scheduler).__name__
+    if lr_scheduler is not None and state.get("schedule", kind) != kind:  # torch's would take any state
+        raise ValueError(
+            f"the state is of a run with a {state['schedule']}, and this run has a {kind}. Pass a schedule "
+            "of the same class to initialize"
         )
     if lr_scheduler is None and state["lr_scheduler"] is not None:
         log.warning("the schedule's state is not loaded: this run has no schedule. Pass one to initialize")

@@ -57,6 +57,8 @@ def replay(options: argparse.Namespace) -> int:
 
 def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
     """Return a recording, and whether its file was merged just now. RecordingError if it is absent."""
+    if path.is_dir():
+        raise RecordingError(f"{path} is a folder. Pass the path that was passed to engine.record")
     folder = folder_of(path)
     with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
         if folder.is_dir() and (not path.exists() or newest(folder) > path.stat().st_mtime_ns):

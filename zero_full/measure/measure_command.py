@@ -22,7 +22,8 @@ def main(options: argparse.Namespace) -> int:
             "forecast does not model. Hide the device (CUDA_VISIBLE_DEVICES=) to measure the CPU"
         )
     begin, group = time.perf_counter(), None
-    if read_launcher(os.environ) is not None:
+    place = read_launcher(os.environ)
+    if place is not None and place.world_size > 1:
         init_distributed()
         group = dist.group.WORLD
     is_first = group is None or group.rank() == 0

@@ -35,7 +35,7 @@ class PassBytes:
     """Bytes of activations in one forward and backward."""
 
     saved: int  # between forward and backward
-    # Each moment with the peak bytes since the one before. None: backward failed without values.
+    # Each moment with the peak bytes since the one before. None: backward was impossible without values.
     moments: tuple[tuple[str, int], ...] | None
 
     @property
@@ -99,17 +99,28 @@ class _Pass(nn.Module):
         self.tracker.mark(FORWARD)
         ends = [t for t in tensors_in(outputs) if t.requires_grad]
         ends = [t for t in ends if t.numel() == 1][:1] or ends
-        if self.recorder is not None:
-            self.recorder.begin(BACKWARD_PASS)
-        if self.has_backward and ends:
-            try:
-                torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
-            except Exception:  # of a function that needs values, for one: the plan is an upper bound
-                if self.recorder is not None:
-                    self.recorder.work.unknown.add("a backward that fails without values")
-                return
+        if self.has_backward and run_backward(ends, self.recorder):
             self.tracker.mark(BACKWARD)
             self.succeeded = True
+
+
+def run_backward(ends: Sequence[Tensor], recorder: WorkRecorder | None) -> bool:
+    """Run backward from these tensors, without values. Returns whether that was possible.
+
+    recorder  records the operations, or that they are unknown
+    """
+    if recorder is not None:
+        recorder.begin(BACKWARD_PASS)
+    why = "a backward, because no output requires a gradient"
+    if ends:
+        try:
+            torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+            return True
+        except Exception:  # of a function that needs values, for one: the plan is an upper bound
+            why = "a backward that fails without values"
+    if recorder is not None:
+        recorder.work.unknown.add(why)
+    return False
 
 
 class FakeTracker(MemoryTracker):

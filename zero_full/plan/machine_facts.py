@@ -33,7 +33,8 @@ def threads_of_a_rank(ranks: int) -> int:
 
     torchrun gives each of several ranks one thread, unless OMP_NUM_THREADS is set.
     """
-    is_a_rank = ranks == 1 or "RANK" in os.environ or dist.is_initialized()
+    has_group = dist.is_initialized() and dist.get_backend() != "fake"  # which `plan --tensor` makes
+    is_a_rank = ranks == 1 or "RANK" in os.environ or has_group
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if is_a_rank:
         return torch.get_num_threads()

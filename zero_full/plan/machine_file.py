@@ -93,7 +93,21 @@ def read_rates(path: str | Path) -> MachineRates:
     missing = [each.name for each in fields(MachineRates) if each.name not in found]
     if missing:
         raise PlanError(f"--machine: {path} lacks {', '.join(missing)}. {again}")
+    rates = (each.name for each in fields(MachineRates) if each.metadata["kind"] == RATE)
+    if wrong := [name for name in rates if not _are_rates(found[name])]:
+        raise PlanError(
+            f"--machine: {path} has values that were not measured, in {', '.join(wrong)}. {again}"
+        )
     return MachineRates(**{each.name: found[each.name] for each in fields(MachineRates)})
+
+
+def _are_rates(value: object) -> bool:
+    """Return whether all numbers in a nested structure are finite and not negative, and no list is empty."""
+    if isinstance(value, dict):
+        return all(map(_are_rates, value.values()))
+    if isinstance(value, list):
+        return bool(value) and all(map(_are_rates, value))
+    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 def check_rates(rates: MachineRates, device: str, ranks: int) -> None:

@@ -48,11 +48,10 @@ from zero_full.pipeline.timetable import (
     in_flight,
     operations,
 )
-from zero_full.plan.activations import FakeTracker
+from zero_full.plan.activations import FakeTracker, run_backward
 from zero_full.plan.memory_tracker import MemoryTracker
 from zero_full.plan.result import PipelinePart
 from zero_full.plan.simulation import CPU, Cluster, Simulation
-from zero_full.plan.work import BACKWARD as BACKWARD_PASS
 from zero_full.plan.work import Work, WorkRecorder
 from zero_full.start.from_config import settings_of
 
@@ -169,10 +168,8 @@ class _OneMicroBatch(nn.Module):
                 between = self.tracker.alive_bytes() - of_inputs
                 del kept
             elif self.recorder is not None and chunk.batch.failure is None:
-                self.recorder.begin(BACKWARD_PASS)
                 made = (outputs,) if isinstance(outputs, Tensor) else outputs
-                ends = [t for t in made if t.requires_grad]
-                torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+                run_backward([t for t in made if t.requires_grad], self.recorder)
         if (error := chunk.batch.failure) is not None:
             raise error
         return chunk.gives, held, between

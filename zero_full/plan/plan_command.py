@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zero_full._compat import fake_process_group
 from zero_full.arguments import bad_batch, module_and_function, no_module, shape_and_type
-from zero_full.config import auto_keys, fill_auto
+from zero_full.config import auto_keys, fill_auto, resolve
 from zero_full.config.auto import STAND_INS, read_filled
 from zero_full.config.json_parser import NotJsonError, parse
 from zero_full.errors import PlanError
@@ -34,12 +34,14 @@ def main(options: argparse.Namespace) -> int:
     if remark:
         print(remark, file=sys.stderr)
     make = plan_stages if options.stages else lambda *args, **kwargs: [plan(*args, **kwargs)]
-    options_of_plan = {"inputs": [input_of(text) for text in options.batch], "device": options.device}
-    for name in ("expert_parallel", "tensor", "pipe", "machine"):
-        options_of_plan[name] = getattr(options, name)
+    inputs = [input_of(text) for text in options.batch]
+    names = ("device", "expert_parallel", "tensor", "pipe", "machine")
+    options_of_plan = {"inputs": inputs, **{name: getattr(options, name) for name in names}}
     with _tensor_mesh(options.tensor) as mesh, StatusLine(sys.stderr) as line:
         line.show("planning ...")
         plans = make(model_of(options.model, mesh), config, options.world, **options_of_plan)
+    if remark := batch_remark(config, options.world, inputs):
+        print(remark, file=sys.stderr)
     if options.json:
         print("\n".join(each.as_json() for each in plans))
     else:
@@ -63,6 +65,17 @@ def config_of(path: Path, fills: Sequence[str]) -> tuple[Path | dict[str, Any], 
     said = ", ".join(f"{key}={json.dumps(stand_ins[key])}" for key in memory)
     remark = f'remark: "auto" is planned as {said}. Set the values of your run with --fill' if said else ""
     return fill_auto(given, stand_ins), remark
+
+
+def batch_remark(config: Path | dict[str, Any], world: int, inputs: Sequence[Tensor]) -> str:
+    """Return a remark if no input has the configuration's micro-batch size; "" if one has, or none is set."""
+    micro = resolve(config, world).config.train_micro_batch_size_per_gpu
+    if not inputs or not micro or any(micro in tensor.shape for tensor in inputs):
+        return ""
+    return (
+        f"remark: activations are those of --batch, of which no size is {micro}, the micro-batch size of the "
+        "configuration"
+    )
 
 
 @contextmanager

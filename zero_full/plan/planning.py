@@ -267,6 +267,11 @@ def _check_experts(model: nn.Module, cluster: Cluster) -> None:
             f"{experts[0]} is marked as an expert (allreduce = False). Pass the number of ranks that hold "
             "different experts: expert_parallel=, or --expert-parallel"
         )
+    if size is not None and size > 1 and not experts:
+        raise PlanError(
+            f"expert_parallel is {size}, but no parameter of the model is marked as an expert (allreduce = "
+            "False). Mark them, or leave the argument out"
+        )
     if size is not None and (size < 1 or cluster.world % size):
         raise PlanError(f"expert_parallel {size} does not divide the {cluster.world} ranks")
 

@@ -109,7 +109,7 @@ def step_time(work: StepWork, rates: MachineRates) -> StepTime:
         for part, direction in ((work.forward, FORWARD), (work.backward, BACKWARD))
     )
     hides = rates.hidden if work.overlaps else 0.0
-    of_step, of_parameter = rates.runtime[str(work.stage)]
+    of_step, of_parameter = _known(rates.runtime, str(work.stage), "the runtime at stage")
     moved = moved_seconds(work.runtime, rates, work.transport)
     return StepTime(
         forward=forward,

@@ -9,13 +9,13 @@ Lightning, and stored beside the weights. Load only checkpoints that you trust.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from zero_full.checkpoint import export_checkpoint, open_checkpoint
@@ -106,7 +106,7 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
     """
     if (Path(folder) / KEY).exists():
         others = (Path(folder) / KEY).read_bytes()
-        state = load_file(Path(folder) / "model.safetensors")
+        state = _read(sorted(Path(folder).glob("*.safetensors")))
     else:
         with TemporaryDirectory(dir=Path(file).parent) as exported:
             state = {}
@@ -120,13 +120,18 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
 
 
 def _exported(folder: str | Path, out: Path, tag: str) -> dict[str, Tensor]:
-    made = export_checkpoint(folder, out, tag=tag)
-    return {
-        name: tensor
-        for path in made.files
-        if path.suffix == ".safetensors"
-        for name, tensor in load_file(path).items()
-    }
+    return _read([path for path in export_checkpoint(folder, out, tag=tag).files if path.suffix != ".json"])
+
+
+def _read(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Read safetensors files. A tied tensor is stored once, and returned under every name."""
+    state: dict[str, Tensor] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tied = {alias: name for alias, name in (file.metadata() or {}).items() if name in stored}
+        state |= stored | {alias: stored[name] for alias, name in tied.items()}
+    return state
 
 
 def _pickled(others: Mapping[str, Any]) -> bytes:

@@ -121,14 +121,15 @@ def load_whole_state_dict(
             f"the state dict lacks {missing or 'no keys'}, and has {unexpected or 'no keys'} that the model "
             "lacks. Load it with strict=False to ignore this"
         )
-    for name in names & state.keys():
+    loaded = [name for name in mine if name in names and name in state]
+    for name in loaded:  # all of them before anything changes
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
             raise ValueError(f"{name} has shape {shapes}. Load a state dict of this model")
     if optimizer.gatherer is not None:
-        _check_equal(optimizer, {name: state[name] for name in names & state.keys()}, mine)
+        _check_equal(optimizer, {name: state[name] for name in loaded}, mine)
     optimizer.loads += 1
-    for name in names & state.keys():
+    for name in loaded:
         optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
