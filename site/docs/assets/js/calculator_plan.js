@@ -334,10 +334,10 @@ const zeroPlan = (() => {
     const down = terms.down * slices * (run.stage > 1 ? run.microBatches : 1), moved = { down, up: terms.up * slices }
     const passing = terms.largest * largest
     const inMemory = terms.slice * slices + passing + kept * most(owned)
-    if (run.state === "cpu") return { host: inMemory, disk: 0, written: 0, ...moved }
+    if (run.state === "cpu") return { host: inMemory, disk: 0, ...moved }
     const sizes = flats.map((flat) => roundedUp(sum(tensorsOf(flat, terms.master, run)), data.page))
     const disk = sum(sizes) + more
-    return { host: terms.beside * slices + passing + memoryOf(flats, sizes, run), disk, written: disk, ...moved }
+    return { host: terms.beside * slices + passing + memoryOf(flats, sizes, run), disk, ...moved }
   }
 
   // What the first rank has of a buffer in its file: the master, and the optimizer's tensors for each parameter.
