@@ -29,6 +29,7 @@ class Limits:
 
     directory: str
     mib: int
+    in_memory: int = 2**25  # elements of which the state stays in memory
 
 
 @dataclass
@@ -51,7 +52,7 @@ class DiskRank(Rank):
     """Its rows, and between them the disk alone."""
 
     def __init__(self, plan: Plan, limits: Limits) -> None:
-        rows = of_disk(limits.directory)
+        rows = of_disk(limits.directory, limits.in_memory)
         super().__init__(Plan(**{**vars(plan), "rows": tuple(rows)}), rows)
         self.file = SpillFile(Path(limits.directory), BlockIO())
         self.size = limits.mib * 2**20

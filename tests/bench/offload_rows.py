@@ -45,9 +45,9 @@ def of_peers() -> dict[str, Row]:
     return rows
 
 
-def of_disk(directory: str) -> dict[str, Row]:
-    """The same state in three places."""
-    on_disk = {"device": "nvme", "nvme_path": directory, "pin_memory": False}
+def of_disk(directory: str, in_memory: int = 2**25) -> dict[str, Row]:
+    """The same state in three places. `in_memory`: elements whose state does not wait on the disk."""
+    on_disk = {"device": "nvme", "nvme_path": directory, "pin_memory": False, "max_in_cpu": in_memory}
     return {
         INSIDE: Row(peers.zero_full(STEPPED)),
         HOST: Row(peers.zero_full(STEPPED, offload={}), INSIDE),

@@ -60,10 +60,10 @@ def test_the_aim_is_about_the_better_peer() -> None:
 
 @pytest.mark.rotates
 def test_the_disk_is_measured_beside_the_rows_and_its_bytes_are_the_states(tmp_path: Path) -> None:
-    (found,) = in_ranks(offload.disk_main, 1, SMALL, Limits(str(tmp_path), 1), limit=60)
+    (found,) = in_ranks(offload.disk_main, 1, SMALL, Limits(str(tmp_path), 1, in_memory=0), limit=60)
     assert {*found.rows} == {INSIDE, HOST, DISK} and len(found.reads) == len(found.writes) == SMALL.rounds
     numel = found.rows[DISK].parameters
-    assert found.read == found.written and 12 * numel <= found.read < 13.5 * numel
+    assert all(12 * numel <= moved < 13.5 * numel for moved in (found.read, found.written))
     assert all(seconds > 0 for seconds in found.moving()) and not [*tmp_path.iterdir()]
     grown = in_ranks(peak_memory, 1, SMALL, str(tmp_path), DISK, limit=60)[0]
     assert grown is None if anonymous() is None else grown > 4 * numel
