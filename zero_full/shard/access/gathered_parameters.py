@@ -115,17 +115,14 @@ def load_whole_state_dict(
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
-    missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"the state dict lacks {missing or 'no keys'}, and has {unexpected or 'no keys'} that the model "
-            "lacks. Load it with strict=False to ignore this"
-        )
     loaded = [name for name in mine if name in names and name in state]
-    for name in loaded:  # all of them before anything changes
-        if state[name].shape != mine[name].shape:
-            shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
-            raise ValueError(f"{name} has shape {shapes}. Load a state dict of this model")
+    problem = _mismatch(mine, state, loaded, strict)  # before anything changes
+    if optimizer.gatherer is not None:
+        told = gather_messages(optimizer.groups, [problem] if problem else [], "a state dict")
+        if told and not problem:
+            raise DisagreementError(f"another rank cannot load its state dict: {'; '.join(told)}")
+    if problem:
+        raise ValueError(problem)
     if optimizer.gatherer is not None:
         _check_equal(optimizer, {name: state[name] for name in loaded}, mine)
     optimizer.loads += 1
@@ -134,6 +131,21 @@ def load_whole_state_dict(
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
         module.load_state_dict(others, strict=False)
+
+
+def _mismatch(mine: Mapping[str, Any], state: Mapping[str, Any], loaded: Iterable[str], strict: bool) -> str:
+    """Return why a state dict cannot be loaded into these names and tensors; "" if it can."""
+    missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
+    if strict and (missing or unexpected):
+        return (
+            f"the state dict lacks {missing or 'no keys'}, and has {unexpected or 'no keys'} that the model "
+            "lacks. Load it with strict=False to ignore this"
+        )
+    for name in loaded:
+        if state[name].shape != mine[name].shape:
+            shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
+            return f"{name} has shape {shapes}. Load a state dict of this model"
+    return ""
 
 
 def _check_equal(
