@@ -63,7 +63,7 @@ foreach_add = torch._foreach_add_  # many additions in one call, instead of one 
 
 
 def running_ddp() -> Any:
-    """Return the DistributedDataParallel whose forward is running in this process, or None."""
+    """Return the DistributedDataParallel module whose forward is running in this process; None if none is."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.bench import interleave
 from tests.bench.interleave import Series
-from tests.bench.offload_rows import DISK, of_disk
+from tests.bench.offload_rows import DISK, IN_MEMORY, of_disk
 from tests.bench.step_time import Found, Plan, Rank, leave_with_parent
 from zero_full.kernels.files import BlockIO, Transfer, aligned_empty
 from zero_full.offload.spill_file import SpillFile
@@ -29,7 +29,7 @@ class Limits:
 
     directory: str
     mib: int
-    in_memory: int = 2**25  # elements of which the state stays in memory
+    in_memory: int = IN_MEMORY  # elements of which the state stays in memory
 
 
 @dataclass

@@ -12,6 +12,7 @@ BACKWARD = "forward+backward"
 KEPT = "FSDP2 on host, parameters kept"  # from forward to backward, as at stages 1 and 2
 RELEASED = "FSDP2 on host"
 BANDWIDTHS = (0.5, 1.0, 2.0)  # GB/s, of a device that is not there
+IN_MEMORY = 2**25  # elements: the default of `offload_optimizer.max_in_cpu`
 STEPPED = 2  # the stage of the rows that are not about stages
 INSIDE, HOST, DISK = "beside the parameters", "on the host", "on the disk"
 HALF, DELAYED = "half of it on the host", "on the host, delayed steps"
@@ -45,7 +46,7 @@ def of_peers() -> dict[str, Row]:
     return rows
 
 
-def of_disk(directory: str, in_memory: int = 2**25) -> dict[str, Row]:
+def of_disk(directory: str, in_memory: int = IN_MEMORY) -> dict[str, Row]:
     """The same state in three places. `in_memory`: elements whose state does not wait on the disk."""
     on_disk = {"device": "nvme", "nvme_path": directory, "pin_memory": False, "max_in_cpu": in_memory}
     return {

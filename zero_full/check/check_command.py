@@ -57,7 +57,7 @@ class CheckedFile:
 
     @property
     def remark(self) -> str:
-        """A sentence on the keys that are "auto", with who fills them in; "" if there are none."""
+        """Names the keys whose value is "auto", and the library that fills each in; "" if no key has it."""
         by_filler: dict[str, list[str]] = {}
         for key in (dotted(verdict.path) for verdict in self.verdicts if verdict.kind == "unfilled"):
             by_filler.setdefault(FILLERS.get(key, BOTH), []).append(key)

@@ -99,7 +99,7 @@ def _count(config: Mapping[str, Any], key: str) -> int:
 
 
 def _quiet_verdicts(parsed: Parsed, examined: Examined, notices: list[Verdict]) -> Iterator[Verdict]:
-    """Yield verdicts on the keys without a notice, except sections whose keys have their own."""
+    """Yield a verdict on each key of the file that no notice is about. A section with keys gets none."""
     noticed = {_key_of(parsed.nearest(verdict.path)) for verdict in notices}
     refused = {verdict.path for verdict in notices if verdict.kind == "refused"}
     keys = [path for path in parsed.positions if path and path == _key_of(path)]

@@ -221,7 +221,7 @@ def _name_and_tensor(item: Item) -> tuple[str, Tensor]:
 
 
 class Iteration:
-    """One iteration over the weights, whose tensors must all be those of the moment in which it began."""
+    """One iteration over the weights. Raises if a step or a load changes them before its end."""
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, call: str, merges_adapters: bool) -> None:
         """`call`: the user's call that has made the iterator."""

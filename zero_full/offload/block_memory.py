@@ -83,7 +83,7 @@ class BlockMemory(Generic[B]):
         return True
 
     def _free_range(self, begins: Mapping[B, int], size: int) -> int | None:
-        """Return where the first free range of this size begins, or the last one; None if there is none."""
+        """Return the first byte of a free range for `size` bytes; None if every free range is smaller."""
         taken = [(begin, begin + block.padded_size) for block, begin in begins.items() if block.padded_size]
         lows, highs = [0, *(stop for _, stop in taken)], [*(begin for begin, _ in taken), self.size]
         free = [(low, high) for low, high in zip(lows, highs, strict=True) if low + size <= high]

@@ -43,7 +43,7 @@ from zero_full.pipeline.stage import (
 )
 from zero_full.pipeline.stage_options import DIFFERENT, StageOptions
 from zero_full.pipeline.tied import Tie, sum_gradients
-from zero_full.shard.step.agreement import gather_messages, numbers_on
+from zero_full.shard.step.agreement import are_equal, gather_messages, numbers_on
 
 WHOLE_BATCHES = (
     "a PipelineEngine runs whole batches, not {call}: call train_batch(data_iter) or eval_batch(data_iter) "
@@ -206,7 +206,7 @@ class PipelineEngine(Engine):
         is_new, count = self._built_for != wanted, wanted[1] if trains else -wanted[1]
         numbers = [float(bool(read.problem)), float(read.ended), float(is_new), 1.0, count, count**2]
         told = self._add_up(numbers + self._options.numbers())
-        if told[3] * told[5] != told[4] ** 2:  # as equal numbers have it, and no others
+        if not are_equal(*told[3:6]):
             self._raise_together(
                 f"{'train_batch' if trains else 'eval_batch'} with {wanted[1]} micro-batches, where another "
                 "rank makes the other call, or has another number. Make the same calls on every rank",

@@ -6,18 +6,16 @@ So each batch compares less between them:
     tied layers   the options of their groups, on all stages that have a copy: copies would drift apart
     NUMBERS       options that were equal on all stages when the engine was made or loaded. A stage that
                   changes one alone is a mistake, such as a schedule that only the stage with the loss runs
-
-With n ranks, all hashes are equal if and only if n times the sum of squares equals the square of the sum.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zero_full.pipeline.module import PipelineModule
 from zero_full.shard.guards.model_watch import NUMBERS
-from zero_full.shard.step.agreement import MARK_BITS, mark_of, options_of
+from zero_full.shard.step.agreement import MARK_BITS, are_equal, mark_of, options_of
 
 DIFFERENT = (
     "the ranks have different options of the optimizer. {}. Change an option on all ranks alike: all get the "
@@ -30,45 +28,48 @@ class StageOptions:
     """Compares one rank's options with those of other stages."""
 
     def __init__(self, module: PipelineModule, optimizer: Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.optimizer = optimizer
+        # This rank's parameters of each layer that several stages have a copy of.
+        self.tied: dict[str, set[Parameter]] = {}
+        for key in module.shared_keys():
+            copied = module.tied[key].parameters() if key in module.tied else ()
+            self.tied[f"options of the tied layer {key}"] = {*copied}
+        self.names = [*NUMBERS, *self.tied]  # equal on all ranks
         self.alike = set[str]()  # names of options that must stay equal
 
-    def _mine(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and values, in an order that is equal on all ranks; None: this rank has none."""
+    def _values(self) -> Iterator[str]:
+        """Yield this rank's value of each name; "" if it has none."""
         options = [options_of(group) for group in self.optimizer.param_groups]
         for key in NUMBERS:
-            values = {repr(each[key]) for each in options if key in each}
-            yield key, ", ".join(sorted(values)) or None
-        for key in self.module.shared_keys():
-            params = {*self.module.tied[key].parameters()} if key in self.module.tied else set()
+            yield ", ".join(sorted({repr(each[key]) for each in options if key in each}))
+        for params in self.tied.values():
             groups = zip(self.optimizer.param_groups, options, strict=True)
             values = {repr(each) for group, each in groups if not params.isdisjoint(group["params"])}
-            yield f"options of the tied layer {key}", ", ".join(sorted(values)) or None
+            yield ", ".join(sorted(values))
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are for `learn` and `changed`."""
+        """Return three numbers for each name. Their sums over all ranks show which options differ.
+
+        They are how many ranks have the option (0 or 1), a hash of this rank's value, and its square.
+        """
         numbers = list[float]()
-        for _, value in self._mine():
+        for value in self._values():
             mark = mark_of(value, MARK_BITS)
-            numbers += [0.0, 0.0, 0.0] if value is None else [1.0, mark, mark**2]
+            numbers += [1.0, mark, mark**2] if value else [0.0, 0.0, 0.0]
         return numbers
 
-    def _differing(self, sums: Sequence[float]) -> Iterator[str]:
-        """Yield the names of options that differ between ranks."""
-        for number, (name, _) in enumerate(self._mine()):
-            ranks, marks, squared = sums[3 * number : 3 * number + 3]
-            if ranks * squared != marks**2:
-                yield name
+    def _differing(self, sums: Sequence[float]) -> set[str]:
+        """Return the names of options that differ between ranks."""
+        places = {name: 3 * number for number, name in enumerate(self.names)}
+        return {name for name, place in places.items() if not are_equal(*sums[place : place + 3])}
 
     def learn(self, sums: Sequence[float]) -> None:
-        """Note which options are equal on all stages now."""
-        names = {name for name, _ in self._mine()}
-        tied = {name for name in names if name not in NUMBERS}
-        self.alike = (names - {*self._differing(sums)}) | tied
+        """Note which options are equal on all stages now. Those of tied layers must always be."""
+        self.alike = ({*self.names} - self._differing(sums)) | self.tied.keys()
 
     def changed(self, sums: Sequence[float]) -> set[str]:
         """Return the names of options that were equal on all stages and differ now; equal on all ranks."""
-        return self.alike.intersection(self._differing(sums))
+        return self.alike & self._differing(sums)
 
     def described(self, names: set[str]) -> str:
         """Return these options with this rank's values; "" if it has none of them.
@@ -76,4 +77,5 @@ class StageOptions:
         Tied layers are left out if one of `NUMBERS` says what has changed.
         """
         shown = names.intersection(NUMBERS) or names
-        return ", ".join(f"{name}: {value}" for name, value in self._mine() if name in shown and value)
+        mine = zip(self.names, self._values(), strict=True)
+        return ", ".join(f"{name}: {value}" for name, value in mine if name in shown and value)

@@ -164,7 +164,7 @@ def _frozen_at_3(source: SavedSource, models: list[ModelStates]) -> dict[str, in
 
 
 def add_scaler(source: SavedSource, saved: object) -> None:
-    """Add DeepSpeed's loss scaler as the state of `precision.scaler`, if it has a counterpart there."""
+    """Add the saved loss scale of DeepSpeed to `source`, if zero_full has a loss scaler of that kind."""
     if isinstance(saved, SavedStaticScaler):
         source.shared["scaler"] = {"scale": float(saved.attributes["cur_scale"])}
     elif isinstance(saved, SavedDynamicScaler) and saved.attributes["scale_factor"] == 2:

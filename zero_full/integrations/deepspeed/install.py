@@ -58,7 +58,7 @@ class DeepSpeedDistribution(Distribution):
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return the path: there are no files."""
+        """Return the given path, as the interface asks for. This distribution has no files."""
         return path
 
 

@@ -277,9 +277,9 @@ class _Side:
             raise RuntimeError(OVERWRITTEN_BY)
         ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
         # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
-        if ranks * int(squared) != int(marks) ** 2:
+        if not are_equal(ranks, marks, squared):
             self._compare_actions(self._actions(mine))
-        if copies > 1 and copies * int(squared_slices) != int(slices) ** 2:
+        if copies > 1 and not are_equal(copies, slices, squared_slices):
             self._compare_slices(mine.by_hand.of_slices(self.members))
         return set(compress(self.members, numbers[5:]))
 
@@ -453,6 +453,11 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     dtype = torch.float64 if on_host or has_fp64(device) else torch.float32
     here = torch.tensor(values, dtype=dtype, device="cpu")
     return here if on_host else copy_on(device, here)
+
+
+def are_equal(count: float, total: float, squares: float) -> bool:
+    """Return whether so many whole numbers are all equal, by their sum and the sum of their squares."""
+    return int(count) * int(squares) == int(total) ** 2
 
 
 def mark_of(what: Any, bits: int) -> float:
