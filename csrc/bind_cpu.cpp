@@ -56,11 +56,28 @@ static int64_t isa_op(int64_t wanted) {
   return active_isa();
 }
 
+static void sum_and_divide_op(Tensors terms, Tensor out, double divisor) {
+  const char* op = "sum_and_divide";
+  STD_TORCH_CHECK(terms.size() >= 2, "zero_full::", op, ": there must be two terms at least");
+  const Type type = type_of(terms[0], op, "terms"), type_of_sum = type_of(out, op, "out");
+  check_memory(out, terms[0], op, "out");
+  std::vector<void*> memory;
+  for (const Tensor& term : terms) {
+    check_memory(term, terms[0], op, "terms");
+    STD_TORCH_CHECK(type_of(term, op, "terms") == type, "zero_full::", op, ": terms must all be of one type");
+    STD_TORCH_CHECK(
+        term.numel() == out.numel(), "zero_full::", op, ": a term has ", term.numel(), " elements, out ", out.numel());
+    memory.push_back(term.data_ptr());
+  }
+  sum_and_divide({memory.data(), int64_t(memory.size()), type}, out.data_ptr(), type_of_sum, out.numel(), divisor);
+}
+
 }  // namespace zf::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(zero_full, CPU, m) {
   using namespace zf::cpu;
   ZF_IMPLEMENTATIONS(m)
+  m.impl("sum_and_divide", TORCH_BOX(&sum_and_divide_op));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_full, m) { m.def("cpu_isa(int wanted) -> int"); }

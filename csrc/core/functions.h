@@ -45,6 +45,10 @@ void quantize_blocks(const void* numbers, Type, const BlockRows&, uint8_t* paylo
 void dequantize_blocks(
     const uint8_t* payloads, void* out, Type, const BlockRows&, int bits, int64_t block, bool add, Stream);
 
+// out = the sum of the terms, first to last, over `divisor`: in fp32, rounded once. `out` may be one of the terms.
+// On the CPU only.
+void sum_and_divide(const Terms&, void* out, Type, int64_t numel, double divisor);
+
 // How many doubles of workspace the functions above want.
 int64_t unscale_workspace(const Piece*, int64_t count);
 int64_t lamb_workspace(const Slot*, int64_t count);

@@ -53,6 +53,13 @@ struct Piece {
   int64_t numel;
 };
 
+// What is added up: arrays of one type and size.
+struct Terms {
+  void* const* data;
+  int64_t count;
+  Type type;
+};
+
 // Rows of numbers, each with its payload or several. Row (i, j) begins i * [0] + j * [1] elements, or bytes of
 // payloads, behind the first.
 struct BlockRows {

@@ -1,11 +1,13 @@
-"""How near is the forecast of a step's time? Rates of this machine, then steps of the same runs, in turn.
+"""How near is the forecast of a step's time? Rates of this machine, then steps of the same runs.
 
     python -m tests.bench.forecast --sizes 10M 50M --dtypes fp32 bf16 --rounds 5
 
 Ranks measure the machine as `doctor --measure --out` does, before and after the rows of each size and dtype.
 The mean of both counts for these rows, because a machine's speed varies. Rows are those of `step_time.py`:
-stages 0 to 3, stage 2 over messages and stage 2 with offload to the host, and a pipeline of two stages. The
-forecast of a row is `plan`'s, of its configuration and its model on the meta device. The last line is JSON.
+stages 0 to 3, stage 2 over messages and stage 2 with offload to the host, and a pipeline of two stages. Every
+visit builds its row's engine, warms it up and destroys it, so that one engine is alive, as in a user's run.
+The forecast of a row is `plan`'s, of its configuration and its model on the meta device. The last line is
+JSON.
 """
 
 import argparse
@@ -126,12 +128,10 @@ def rank_main(_: Any, asked: Asked) -> Answer:
     measure_machine()
     for size in asked.sizes:
         for dtype in asked.dtypes:
-            shape = Plan(size, dtype, asked.rows, asked.rounds, asked.warmup, asked.steps, overlap=False)
-            rank = Rank(shape, ROWS)
+            counts = asked.rounds, asked.warmup, asked.steps
+            rank = Rank(Plan(size, dtype, asked.rows, *counts, overlap=False, keep=False), ROWS)
             for name, row in rank.run().items():
                 found.steps[size, dtype, name] = row.step
-            for trainee in rank.alive.values():
-                trainee.close()
             pairs = rank.data[:MICRO_BATCHES]
             del rank
             if asked.pipeline:
@@ -143,9 +143,9 @@ def rank_main(_: Any, asked: Asked) -> Answer:
 def pipeline_steps(asked: Asked, size: str, dtype: str, pairs: list[Any]) -> Series:
     """Seconds of batches of a pipeline."""
     pairs = (pairs * MICRO_BATCHES)[:MICRO_BATCHES]
-    engine = zero_full.initialize(model=pipeline(size), config=pipeline_config(dtype))[0]
     series: Series = []
     for _ in range(asked.rounds):
+        engine = zero_full.initialize(model=pipeline(size), config=pipeline_config(dtype))[0]
         times = []
         for _ in range(asked.warmup + asked.steps):
             dist.barrier()
@@ -153,7 +153,7 @@ def pipeline_steps(asked: Asked, size: str, dtype: str, pairs: list[Any]) -> Ser
             engine.train_batch(iter(pairs))
             times.append(time.perf_counter() - start)
         series.append(times[asked.warmup :])
-    engine.destroy()
+        engine.destroy()
     return series
 
 
@@ -207,8 +207,8 @@ def arguments() -> argparse.Namespace:
     every = [*GIVEN, PIPELINE]
     parser.add_argument("--rows", nargs="+", choices=every, default=every, metavar="ROW")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps a visit")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--quick", action="store_true", help="few sizes of the machine: for a rehearsal")
     return parser.parse_args()
 

@@ -356,6 +356,26 @@ def blocks(numel: int) -> Topic:
     return Topic(rows, tuple(versus))
 
 
+# Sums --------------------------------------------------------------------------------------------
+
+
+def sums(numel: int) -> Topic:
+    """The mean of two ranks' slices, in fp32; `torch` adds and divides in pieces that fit the cache."""
+    rows, versus = {}, []
+    for name, dtype, moved in (("fp32", torch.float32, 12), ("bf16", BF16, 8)):
+        terms, out = [normal(numel, dtype, seed) for seed in range(2)], torch.zeros(numel)
+
+        def mean(kind: Any, terms: list[Tensor] = terms, out: Tensor = out) -> Sequence[Tensor]:
+            kind.sum_and_divide(terms, out, 2.0)
+            return [out]
+
+        mine, slow = f"zero_full, {name}", f"torch, {name}"
+        rows[mine] = Row(functools.partial(mean, ops()), moved)
+        rows[slow] = Row(functools.partial(mean, reference), like=mine)
+        versus.append(Versus(mine, (slow,)))
+    return Topic(rows, tuple(versus))
+
+
 # LAMB --------------------------------------------------------------------------------------------
 
 TENSORS = 8  # each with a trust ratio of its own
@@ -397,4 +417,4 @@ def lamb(numel: int) -> Topic:
     return Topic(rows, (Versus("zero_full", ("torch",)),))
 
 
-TOPICS = {topic.__name__: topic for topic in (adam, adam32, unscale, sign, blocks, lamb)}
+TOPICS = {topic.__name__: topic for topic in (adam, adam32, unscale, sign, blocks, sums, lamb)}

@@ -84,7 +84,7 @@ SMOKE = {
     "facade": [Smoke(patch=constants(LAYERS=1, ROUNDS=1, STEPS=1))],
     "files": [Smoke("--directory DIRECTORY --mib 1 --rounds 1")],
     "forecast": [
-        Smoke("--sizes 50k --dtypes fp32 --rounds 1 --steps 1 --rows stage-2 --quick"),
+        Smoke("--sizes 50k --dtypes fp32 --rounds 1 --warmup 1 --steps 1 --rows stage-2 --quick"),
     ],
     "forecast_parts": [Smoke("--sizes 50k --steps 1 --rows stage-1 --quick")],
     "hooks": [Smoke(patch=constants(LAYERS=4, ROUNDS=1, PASSES=1))],

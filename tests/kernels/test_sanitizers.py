@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
 TESTS = [
     *("test_adam.py", "test_stochastic.py", "test_unscale.py", "test_lamb.py"),
-    *("test_sign.py", "test_blocks.py", "test_files.py"),
+    *("test_sign.py", "test_blocks.py", "test_sum.py", "test_files.py"),
 ]
 
 

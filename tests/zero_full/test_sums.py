@@ -5,9 +5,20 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.kernels.cases import ops as compiled
 from tests.zero_full.test_transport import DTYPES, in_rank_order, numbers
 from zero_full.comm import transport
 from zero_full.comm.transport import add_up
+from zero_full.kernels import reference
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "reference"], autouse=True)
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiled operator, or by torch's operations."""
+    if request.param:
+        compiled()
+    else:
+        monkeypatch.setattr(transport, "compiled_for", lambda device: False)
 
 
 def test_sixteen_bit_numbers_are_summed_in_fp32_and_rounded_once() -> None:
@@ -38,7 +49,7 @@ def test_a_sum_may_be_written_over_any_of_its_pieces_wherever_it_is_cut(
 ) -> None:
     for numel in (0, 1, 2, 3, 4, 7):
         pieces = [numbers(rank, numel, dtype) for rank in range(count)]
-        with mock.patch.object(transport, "CACHED", 3):
+        with mock.patch.dict(reference.PIECE, cpu=3):
             add_up(pieces, pieces[place], 2.0)
         assert torch.equal(pieces[place], in_rank_order(count, numel, dtype, 2.0).to(dtype))
         others = [rank for rank in range(count) if rank != place]

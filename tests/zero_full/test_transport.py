@@ -27,6 +27,7 @@ from zero_full.comm.shared_memory import share_memory
 from zero_full.comm.traffic import Traffic
 from zero_full.comm.transport import Exchange, Native, Splits, own_slice
 from zero_full.errors import DesyncError
+from zero_full.kernels import reference
 
 WORLDS = [2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -60,7 +61,7 @@ def small_pieces() -> Iterator[None]:
     with (
         mock.patch.object(transport, "MESSAGE", 7),
         mock.patch.object(transport, "ROOM", 12),  # of four ranks, pieces of 4
-        mock.patch.object(transport, "CACHED", 3),
+        mock.patch.dict(reference.PIECE, cpu=3),
     ):
         yield
 

@@ -22,13 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_full._compat import all_gather_single, reduce_scatter_single
+from zero_full.kernels import reference
+from zero_full.kernels.load import compiled_for, operators
 
 Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, elements and their type
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
 MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for speed
 ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
 TAG = 2**20 + 1  # of messages: on a group that user code uses, too, its messages have others (0 by default)
-CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
+CPU = torch.device("cpu")
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # the types of the compiled sum
 
 
 @dataclass(frozen=True)
@@ -61,26 +64,11 @@ def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
 def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
     """Sum `pieces`, first to last, into `out`, and divide: in fp32 or the widest of the types given.
 
-    `out` may be one of the pieces.
+    `out` may be one of the pieces. The compiled operator and the reference give the same bits.
     """
-    if out.numel() > CACHED:
-        for low in range(0, out.numel(), CACHED):
-            add_up([piece[low : low + CACHED] for piece in pieces], out[low : low + CACHED], divisor)
-        return
-    wide = torch.promote_types(torch.promote_types(pieces[0].dtype, out.dtype), torch.float32)
-    first, second, *others = pieces
-    if out.dtype != wide:  # add up in a copy, so that only the sum is rounded
-        total = first.to(wide, copy=True).add_(second)
-    elif first.dtype != out.dtype:
-        total = out.copy_(first).add_(second)
-    else:  # with more than two pieces beside `out`, which may be one that is still to be added
-        total = torch.add(first, second, out=None if others else out)
-    for piece in others:
-        total.add_(piece)
-    if divisor != 1:
-        total.div_(divisor)
-    if total is not out:
-        out.copy_(total)
+    is_compiled = out.dtype in COMPILED and pieces[0].dtype in COMPILED and compiled_for(CPU)
+    by = operators(CPU) if is_compiled else reference
+    by.sum_and_divide(pieces, out, divisor)
 
 
 class BackendTransport:

@@ -199,5 +199,6 @@ def rows() -> list[tuple[str, str]]:
         if part == "cuda" and loaded.path:
             text += f" ({_versions(loaded.path)}; the first use runs one kernel as a test)"
         lines.append((part, text))
-    active = ", ".join(f"{part} {'compiled' if at.path else 'reference'}" for part, at in parts.items())
-    return [*lines, *((name, active) for name in ops.SCHEMAS)]
+    active = [f"{part} {'compiled' if at.path else 'reference'}" for part, at in parts.items()]
+    lines += [(name, ", ".join(active)) for name in ops.SCHEMAS]
+    return lines + [(name, active[0]) for name in ops.CPU_SCHEMAS]

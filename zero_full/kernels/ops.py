@@ -1,7 +1,7 @@
 """The operators `torch.ops.zero_full.*`: their schemas, with the reference as the fallback.
 
-The compiled versions register themselves for CPU and CUDA when `load` loads them. On other devices, and if
-nothing could be built, torch calls the reference.
+The compiled versions register themselves for CPU and CUDA when `load` loads them (those of `CPU_SCHEMAS` only
+for the CPU). On other devices, and if nothing could be built, torch calls the reference.
 """
 
 from collections.abc import Callable
@@ -44,6 +44,7 @@ SCHEMAS = {
     "quantize_blocks": "(Tensor numbers, Tensor(a!) payload, int bits, int block) -> ()",
     "dequantize_blocks": "(Tensor payload, Tensor(a!) out, int bits, int block, bool add) -> ()",
 }
+CPU_SCHEMAS = {"sum_and_divide": "(Tensor[] terms, Tensor(a!) out, float divisor) -> ()"}  # none for CUDA
 
 
 def _fake_lamb_norms(masters: list[Tensor], *_: Any) -> Tensor:
@@ -67,7 +68,7 @@ FAKES: dict[str, Fake] = {
     "sign_pack": _fake_sign_pack,
 }
 
-for name, schema in SCHEMAS.items():
+for name, schema in (SCHEMAS | CPU_SCHEMAS).items():
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"zero_full::{name}", FAKES.get(name, lambda *_, **__: None), lib=LIBRARY)

@@ -247,6 +247,33 @@ def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tens
     return total, first
 
 
+def sum_and_divide(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None:
+    """Sum `terms`, first to last, into `out`, and divide: in fp32 or the widest of the types given.
+
+    `out` may be one of the terms.
+    """
+    numel, piece = out.numel(), PIECE["cpu"]  # in pieces, so that they are still in the cache when divided
+    for low in range(0, numel, piece):
+        _sum_piece([term[low : low + piece] for term in terms], out[low : low + piece], divisor)
+
+
+def _sum_piece(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None:
+    wide = torch.promote_types(torch.promote_types(terms[0].dtype, out.dtype), torch.float32)
+    first, second, *others = terms
+    if out.dtype != wide:  # add up in a copy, so that only the sum is rounded
+        total = first.to(wide, copy=True).add_(second)
+    elif first.dtype != out.dtype:
+        total = out.copy_(first).add_(second)
+    else:  # with more than two terms beside `out`, which may be one that is still to be added
+        total = torch.add(first, second, out=None if others else out)
+    for term in others:
+        total.add_(term)
+    if divisor != 1:
+        total.div_(divisor)
+    if total is not out:
+        out.copy_(total)
+
+
 # One bit a number --------------------------------------------------------------------------------
 
 
