@@ -4,14 +4,17 @@
 
 One rank, so that nothing travels. A rank alone gets no hooks on its modules from `initialize`; in the last
 row they are put on by hand, as every unit has them where there are others. "empty hooks" are as many hooks
-that do nothing: what torch itself takes, so no engine can cost less. The last line is JSON.
+that do nothing: what torch itself takes, so no engine can cost less. FSDP2 shards every layer, over one rank
+too. The last line is JSON.
 """
 
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zero_full
 from tests.bench import interleave
@@ -25,6 +28,7 @@ LAYERS, WIDTH, ROUNDS, PASSES = 200, 8, 15, 5
 TARGET_US = 25.0
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
     "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": 1},
 }
@@ -81,6 +85,16 @@ def nothing(*gradients: Any) -> None:
     """Do nothing."""
 
 
+class Fsdp2(Plain):
+    """FSDP2 with a unit for every layer, on a mesh of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model.layers:
+            fully_shard(layer)
+        fully_shard(self.model)
+
+
 class Alone:
     """An engine on one rank."""
 
@@ -111,6 +125,7 @@ ROWS = {
     "empty hooks": Empty,
     "stage 3 alone": Alone,
     "with hooks on every layer": Hooked,
+    "FSDP2": Fsdp2,
 }
 
 
@@ -133,6 +148,7 @@ def measure() -> dict[str, Series]:
 def main() -> None:
     """Print microseconds a module and the JSON line."""
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(interleave.heading())
     found = measure()
     ratios, rows = [], []
