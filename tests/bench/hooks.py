@@ -150,7 +150,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(interleave.heading())
-    found = measure()
+    try:
+        found = measure()
+    finally:
+        dist.destroy_process_group()
     ratios, rows = [], []
     for name in list(ROWS)[1:]:
         extra = interleave.minus(found[name], found["no engine"])
