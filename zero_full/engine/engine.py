@@ -773,7 +773,7 @@ class Engine(DeepSpeedQueries):
         path   the file for the recording of all ranks. `python -m zero_full replay PATH` prints it, and the
                player on the site's page "One step, animated" shows it
 
-        Each rank writes into the folder PATH.parts until its recording ends: by `close` of the recorder that
+        Each rank writes into a folder PATH.ID.parts until its recording ends: by `close` of the recorder that
         this returns, at the end of its `with` block, by `destroy`, with the process, or when a collective
         fails. The last rank to end merges the parts into the file.
 
