@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -243,6 +244,26 @@ is_profiling: Callable[[Any], bool] = attrgetter("_is_profiler_enabled")
 step_hooks: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 )
+
+
+def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after the `step` of every optimizer."""
+    module = sys.modules[Optimizer.__module__]  # `torch.optim` has no attribute of its name
+    return module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+
+
+def runs_step_hooks(step: Any) -> Any:
+    """Decorator of a `step` that calls the hooks itself. Torch's wrapper would call them before it begins."""
+
+    @wraps(step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with record_function(f"Optimizer.step#{type(self).__name__}.step"):  # as torch's wrapper
+            made = step(self, *args, **kwargs)
+            self._optimizer_step_code()  # where torch's profiler may count steps
+            return made
+
+    call.hooked = True  # type: ignore[attr-defined]
+    return call
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:

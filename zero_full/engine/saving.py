@@ -58,8 +58,10 @@ def load_run_state(
     module: nn.Module, optimizer: ZeroOptimizer, lr_scheduler: Any, state: Mapping[str, Any]
 ) -> None:
     """Load what `run_state` returned on this rank, without its counters. Raises before anything changes."""
-    _check_run_state(state, lr_scheduler)
-    fitting_chunks(module, optimizer, RankPart(state["module"]["tensors"], {}))
+    optimizer.check_open("load_state_dict")
+    with optimizer.announces_failure("load_state_dict"):
+        _check_run_state(state, lr_scheduler)
+        fitting_chunks(module, optimizer, RankPart(state["module"]["tensors"], {}))
     optimizer.load_state_dict(state["optimizer"])  # may raise, so it comes before anything changes
     load_own_state_dict(module, optimizer, state["module"])
     if lr_scheduler is not None and state["lr_scheduler"] is not None:

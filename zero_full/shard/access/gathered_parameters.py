@@ -87,8 +87,10 @@ def whole_state_dict(
 ) -> dict[str, Any]:
     """Return the module's state dict with whole parameters. Every rank must call this.
 
-    One group is gathered at a time. `keep` returns the value to store for a whole tensor.
+    One group is gathered at a time. `keep` returns the value to store for a whole tensor. If it raises at
+    stage 3, this rank goes on gathering, as the others wait for its collectives. Then every rank raises.
     """
+    failure: Exception | None = None
     state = names_and_values(module)
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -97,8 +99,20 @@ def whole_state_dict(
     for member, whole in whole_parameters(optimizer):
         if member.block is not None:
             whole = whole.full_tensor()  # type: ignore[attr-defined]
-        if member.param in names:
-            made.update(dict.fromkeys(names[member.param], keep(local_of(whole))))
+        if member.param in names and failure is None:
+            try:
+                made.update(dict.fromkeys(names[member.param], keep(local_of(whole))))
+            except Exception as error:
+                if optimizer.gatherer is None:
+                    raise
+                failure = error
+    if optimizer.gatherer is not None:
+        problem = "" if failure is None else f"rank {this_rank()}: {type(failure).__name__}: {failure}"
+        told = gather_messages(optimizer.groups, [problem] if problem else [], "a state dict")
+        if failure is not None:
+            raise failure
+        if told:
+            raise RuntimeError(f"module_state_dict has failed on another rank: {'; '.join(told)}")
     for name, value in state.items():
         if name not in made:
             made[name] = keep(whole_of(value)) if isinstance(value, Tensor) else value
