@@ -306,17 +306,10 @@ def is_wrapped_by_schedule(step: Any) -> bool:
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
-def schedule_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield an LR scheduler and those that it consists of (SequentialLR, ChainedScheduler)."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from schedule_parts(part)
-
-
-def set_last_rates(scheduler: Any, rates: list[float]) -> None:
-    """Set what an LR scheduler's `get_last_lr` returns, if it keeps that."""
-    if hasattr(scheduler, "_last_lr"):
-        scheduler._last_lr = list(rates)
+# Key in the state dict of an LR scheduler that consists of others (SequentialLR, ChainedScheduler).
+SCHEDULE_PARTS = "_schedulers"
+# Keys in the state dicts of torch's LR schedulers: lists with a value for each parameter group.
+BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas")
 
 
 # Generators ------------------------------------------------------------------------------------------
