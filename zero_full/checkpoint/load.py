@@ -80,8 +80,8 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load a checkpoint to resume training. Every rank must call this.
 
-    tag     None: the checkpoint that the folder's file `latest` names; without such a file, load nothing and
-            return None
+    tag     None: the checkpoint that the folder's file `latest` names; without any checkpoint, load nothing
+            and return None
     extras  the LR scheduler and other saved objects, which load their states
 
     A failure raises CheckpointError on every rank, and nothing is changed.

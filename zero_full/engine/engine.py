@@ -458,9 +458,10 @@ class Engine(DeepSpeedQueries):
         drop_errors               True: drop the compression errors and local steps that each rank of 1-bit
                                   and 0/1 Adam has. Another number of ranks cannot use them
 
-        Returns the checkpoint's folder and the client state. Without a tag and without `latest` returns
-        (None, None), as DeepSpeed does. If anything is wrong, raises CheckpointError on every rank, and
-        nothing has changed.
+        Returns the checkpoint's folder and the client state. If the folder has no checkpoint and no tag is
+        given, returns (None, None), as DeepSpeed does, so that a script may begin or resume by the same
+        call. If anything is wrong, raises CheckpointError on every rank, and nothing has changed. That is so
+        where checkpoints exist, but no `latest` that names one: DeepSpeed would begin anew.
         """
         self._check_outside_step("load_checkpoint")
         options = LoadOptions(

@@ -11,7 +11,6 @@ from zero_full.checkpoint import (
     Extras,
     LoadOptions,
     Resumed,
-    complete,
     load_checkpoint,
     unfinished,
 )
@@ -31,13 +30,11 @@ def load_run(
     options: LoadOptions,
     extras: Extras,
 ) -> Resumed | None:
-    """Load a checkpoint. If the folder has no `latest`, warn with the checkpoints it has, and return None."""
+    """Load a checkpoint. If the folder has none, warn, and return None."""
     found = load_checkpoint(module, optimizer, load_dir, None if tag is None else str(tag), options, extras)
     if found is None:
-        folder = Path(load_dir)
-        names = ", ".join(complete(folder)) or "none"
-        names += "".join(f"; incomplete: {path.name}" for path in unfinished(folder))
-        log.warning("nothing was loaded: %s has no `latest` (its checkpoints: %s)", load_dir, names)
+        names = "".join(f". Incomplete: {path.name}" for path in unfinished(Path(load_dir)))
+        log.warning("nothing was loaded: %s has no checkpoint%s", load_dir, names)
     return found
 
 
