@@ -11,6 +11,7 @@ Names are imported on first use, so that `python -m zero_full doctor` runs even 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from zero_full.lazy_names import on_first_use
@@ -20,5 +21,7 @@ __all__, _import_name = on_first_use(globals())
 
 
 def __getattr__(name: str) -> Any:
-    # `assemble` is a module, not a name of one.
-    return import_module("zero_full.assemble") if name == "assemble" else _import_name(name)
+    # Else `zero_full.config` would be an error until other code has happened to import it.
+    if name not in __all__ and not name.startswith("_") and find_spec(f"zero_full.{name}"):
+        return import_module(f"zero_full.{name}")
+    return _import_name(name)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,6 +246,26 @@ step_hooks: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = attrg
 )
 
 
+def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after the `step` of every optimizer."""
+    module = sys.modules[Optimizer.__module__]  # `torch.optim` has no attribute of its name
+    return module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+
+
+def runs_step_hooks(step: Any) -> Any:
+    """Decorator of a `step` that calls the hooks itself. Torch's wrapper would call them before it begins."""
+
+    @wraps(step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with record_function(f"Optimizer.step#{type(self).__name__}.step"):  # as torch's wrapper
+            made = step(self, *args, **kwargs)
+            self._optimizer_step_code()  # where torch's profiler may count steps
+            return made
+
+    call.hooked = True  # type: ignore[attr-defined]
+    return call
+
+
 def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return `optimizer.step` without torch's wrapper, which calls the hooks."""
     step: Any = type(optimizer).step
@@ -285,17 +306,10 @@ def is_wrapped_by_schedule(step: Any) -> bool:
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
-def schedule_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield an LR scheduler and those that it consists of (SequentialLR, ChainedScheduler)."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from schedule_parts(part)
-
-
-def set_last_rates(scheduler: Any, rates: list[float]) -> None:
-    """Set what an LR scheduler's `get_last_lr` returns, if it keeps that."""
-    if hasattr(scheduler, "_last_lr"):
-        scheduler._last_lr = list(rates)
+# Key in the state dict of an LR scheduler that consists of others (SequentialLR, ChainedScheduler).
+SCHEDULE_PARTS = "_schedulers"
+# Keys in the state dicts of torch's LR schedulers: lists with a value for each parameter group.
+BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas")
 
 
 # Generators ------------------------------------------------------------------------------------------

@@ -152,10 +152,12 @@ COMMANDS = (
         (
             _argument(
                 "--measure",
-                "measure copies in memory and to an accelerator, and writes and reads of this directory's "
-                "disk",
+                "measure copies in memory and to an accelerator, and with a directory writes and reads of "
+                "its disk",
                 nargs="?",
-                const="",
+                const=True,  # without a directory: no disk
+                default=False,
+                type=path_text,
                 metavar="DIRECTORY",
             ),
             _argument(

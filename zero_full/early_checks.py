@@ -21,9 +21,9 @@ from zero_full.errors import UsageError
 
 def doctor(options: Namespace) -> None:
     """Check the arguments of `doctor --out`."""
-    if options.measure is None:
+    if options.measure is False:
         raise UsageError("--out needs --measure: doctor --measure --out FILE")
-    if options.measure:
+    if options.measure is not True:
         raise UsageError("--out measures no disk: pass --measure without a directory")
     check_writable(options.out, "--out")
 

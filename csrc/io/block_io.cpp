@@ -10,15 +10,16 @@
 namespace zf::io {
 
 // Goes on after an interruption and after a part. What O_DIRECT leaves over or refuses is done without it: the end
-// of a file is rarely aligned, some file systems accept the flag but not the block (EINVAL), and some memory, such as
-// a device's, cannot be pinned (EFAULT).
+// of a file is rarely aligned, some file systems accept the flag but not the block (EINVAL, EOPNOTSUPP), and some
+// memory, such as a device's, cannot be pinned (EFAULT). EIO is the disk's: the page cache would only hide it.
 static Failure transfer_block(Span span, bool write) {
   while (span.bytes > 0) {
     const ssize_t moved = write ? pwrite(span.file, span.memory, size_t(span.bytes), span.offset)
                                 : pread(span.file, span.memory, size_t(span.bytes), span.offset);
     const int error = moved > 0 ? 0 : moved < 0 ? errno : write ? EIO : END_OF_FILE;
     if (error == EINTR) continue;
-    const bool refused = (error == EINVAL || error == EFAULT) && span.file != span.buffered;
+    const bool not_direct = error == EINVAL || error == EOPNOTSUPP || error == EFAULT;
+    const bool refused = not_direct && span.file != span.buffered;
     if (error != 0 && !refused) return {error, span.offset};
     span.file = span.buffered;
     if (refused) continue;

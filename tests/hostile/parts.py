@@ -304,6 +304,30 @@ def one_fails(run: Run) -> None:
     run.step(1)
 
 
+@event(BOTH, "the first part: a hook on our optimizer's step that fails", "on purpose")
+def one_of_ours_fails(run: Run) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    if run.is_first:
+        run.engine.optimizer.register_step_pre_hook(fail)
+    run.step(1)
+
+
+@event(BOTH, "the first part: a write where others read", "changed inside GatheredParameters")
+def one_writes_while_reading(run: Run) -> None:
+    params = list(run.engine.module.parameters())
+    with zero_full.GatheredParameters(params), torch.no_grad():
+        if run.is_first:
+            params[0].fill_(0.5)
+
+
+@event(BOTH, "record")
+def recorded(run: Run) -> None:
+    with tempfile.TemporaryDirectory() as folder, run.engine.record(Path(folder, "a.json")):
+        run.step(1)
+
+
 @event(BOTH, "rank 0: another learning rate", r"lr of group 0: .* \(rank 0\)|no other rank has its part")
 def one_rank_is_faster(run: Run) -> None:
     if run.rank == 0:

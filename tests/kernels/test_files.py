@@ -160,6 +160,32 @@ def test_a_block_that_direct_access_refuses_goes_through_the_page_cache(
     threads.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "falls_back"),
+    [(errno.EFAULT, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)],
+)
+def test_only_what_direct_access_lacks_goes_through_the_page_cache(
+    code: int, falls_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO is the disk's: through the page cache it would come later, or never."""
+    real, (direct, buffered) = os.pwritev, (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab")
+    values, threads = noise(PAGE), PythonThreads(1)
+
+    def refuse(file: int, parts: Any, offset: int) -> int:
+        if file == direct:
+            raise OSError(code, os.strerror(code))
+        return real(file, parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    span = Span(direct, buffered, values.data_ptr(), values.nbytes, 0)
+    failed = threads.finish(threads.start([span], PAGE, True, values))
+    assert failed == (Failure(0, 0) if falls_back else Failure(code, 0))
+    assert (tmp_path / "b").read_bytes() == (content(values) if falls_back else b"")
+    for file in (direct, buffered):
+        os.close(file)
+    threads.close()
+
+
 def test_where_direct_access_cannot_be_the_page_cache_is_used_and_the_reason_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,38 @@ def test_mistakes_name_the_parameter_and_the_remedy() -> None:
         zero_full.safe_set_local_grad(weight, one)
 
 
+def write_while_reading(comm: Any, stage: int, bf16: bool) -> tuple[str, str]:
+    """What is told when one rank, and then all ranks, write inside a block for reading."""
+    told, values = list[str](), list[list[Tensor]]()
+    for writes in ((), (1,), (0, 1)):
+        engine, *_ = zero_full.initialize(model=Net(), config=config(stage, bf16={"enabled": bf16}))
+        params = list(engine.module.parameters())
+        dtype = params[0].dtype
+        for step in range(2):
+            engine.backward(engine(data(step, 0, comm.rank, dtype)))
+            engine.step()
+            if step == 0 and writes:
+                raises = pytest.raises(RuntimeError)
+                with raises as caught, zero_full.GatheredParameters(params), torch.no_grad():
+                    for param in params if comm.rank in writes else ():
+                        param.fill_(3.0)
+                told.append(str(caught.value))
+                if writes == (0, 1) and "stay" in told[-1]:
+                    assert all(torch.all(param == 3.0) for param in params)
+        values.append([*engine.module_state_dict().values()])
+        engine.destroy()
+    assert all(map(torch.equal, values[0], values[1]))  # what one rank wrote is nowhere
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_one_rank_writes_while_it_reads_is_not_spread(stage: int) -> None:
+    for ranks in run_each(write_while_reading, 2, [(stage, False), (stage, True)]):
+        for one, everyone in ranks:
+            assert "layers.2.weight" in one and "the change was undone" in one and "stay" not in one
+            assert "on every rank, so no rank has the values from before" in everyone
+
+
 class HalfFrozen(Net):
     """A layer is frozen, and given to no optimizer."""
 

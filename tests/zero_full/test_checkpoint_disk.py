@@ -90,7 +90,8 @@ def test_whole_pages_bypass_the_page_cache_and_aligned_memory_is_not_copied(
     def watched(descriptor: int, part: memoryview) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & disk.O_DIRECT:
             if len(direct) in refused:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                code = errno.EOPNOTSUPP if refused[0] else errno.EINVAL
+                raise OSError(code, os.strerror(code))
             direct.append((ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part)))
         return real(descriptor, part)
 

@@ -43,7 +43,11 @@ def test_return_values_and_names_are_deepspeeds(tmp_path: Path, caplog: pytest.L
     engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
-    assert "nowhere has no `latest`" in caplog.text
+    assert "nowhere has no checkpoint" in caplog.text
+    (tmp_path / "latest").unlink()
+    with pytest.raises(zero_full.CheckpointError, match=r"\(global_step2, other\), but no file `latest`"):
+        engine.load_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, tag="other")[0] == str(tmp_path / "other")
     with pytest.raises(
         zero_full.CheckpointError, match=r"has no checkpoint step5. Complete ones: global_step2"
     ):

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -390,3 +391,15 @@ def test_the_configuration_needs_no_torch() -> None:
             )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[0] == "torch"], path.name
+
+
+def test_a_room_is_an_attribute_whatever_was_imported_before() -> None:
+    """Also without torch, as a script may check its configuration on any machine."""
+    script = (
+        "import sys, zero_full\n"
+        "assert zero_full.config.resolve and zero_full.errors.CheckpointError\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not hasattr(zero_full, 'nothing') and not hasattr(zero_full, '_nothing')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The doctor says what is there, and does not fall ill itself when something is not."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from zero_full.__main__ import main
+from zero_full.cpus import usable_cpus
 from zero_full.doctor import bandwidth
 from zero_full.doctor import machine as doctor
 from zero_full.start.launch import FOREIGN_LAUNCHERS, init_distributed
@@ -189,8 +191,35 @@ def test_systems_without_proc_or_sysconf_are_fine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(doctor.os, "sysconf")
     assert doctor.memory() == "unknown"
     monkeypatch.delattr(doctor.os, "sched_getaffinity", raising=False)
-    assert doctor.usable_cpus() >= 1
+    assert usable_cpus() >= 1
     assert doctor.report()
+
+
+QUOTAS: list[tuple[dict[str, str], int]] = [
+    ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 2),
+    ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 8),
+    (
+        {
+            "proc/self/cgroup": "4:memory:/a\n7:cpu,cpuacct:/docker/a\n",  # its own is the outermost it sees
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        4,
+    ),
+    ({}, 8),
+]
+
+
+@pytest.mark.parametrize(("files", "count"), QUOTAS)
+def test_cpus_are_those_of_the_mask_and_of_the_quota(
+    files: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for name, text in files.items():
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(name).write_text(text)
+    assert usable_cpus(tmp_path) == count
 
 
 def test_a_container_with_less_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

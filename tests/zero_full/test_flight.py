@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import zero_full
+import zero_full.flight.timeline as timeline
 from tests.recordings import events, hang, part, steps_of
 from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data
@@ -19,8 +20,8 @@ from zero_full.__main__ import main
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
 from zero_full.flight.picture import open_recording, picture
-from zero_full.flight.rank_files import FORMAT, folder_of, read_parts
-from zero_full.flight.timeline import merge, offsets, recording_of
+from zero_full.flight.rank_files import FORMAT, folders_of, read_parts
+from zero_full.flight.timeline import merge, newest, offsets, recording_of
 from zero_full.shard.access.held_bytes import bytes_behind
 
 Recording = dict[str, Any]
@@ -133,7 +134,7 @@ def test_a_recording_may_begin_and_end_in_the_middle_of_a_step(tmp_path: Path) -
     assert recorder.closed and engine.optimizer.groups.traffic.listener is None
     frames = json.loads((tmp_path / "new folder" / "a.json").read_text())["frames"]
     assert [frame["what"] for frame in frames] == ["backward"]  # of a forward nobody knows the beginning
-    assert not folder_of(tmp_path / "new folder" / "a.json").exists()
+    assert not folders_of(tmp_path / "new folder" / "a.json")
     engine.destroy()
 
 
@@ -162,7 +163,7 @@ def test_a_rank_whose_part_is_merged_while_it_ends_raises_its_own_error(
     recorder = engine.record(path)
     train(engine)
     recorder._fail("the ranks make different collectives")
-    assert recorder.closed and path.exists() and not folder_of(path).exists()
+    assert recorder.closed and path.exists() and not folders_of(path)
     engine.destroy()
 
 
@@ -179,6 +180,49 @@ def test_one_recording_at_a_time_and_a_new_one_takes_the_place_of_an_old(tmp_pat
     train(engine)
     recorder.close()  # once more
     engine.destroy()
+
+
+def record_twice(comm: Any, folder: str) -> None:
+    """Rank 0 begins the next recording into the path while rank 1 merges the last one."""
+    path, ended, next_began = (Path(folder, name) for name in ("a.json", "ended", "next began"))
+
+    def wait_for(file: Path) -> None:
+        while not file.exists():
+            time.sleep(0.01)
+
+    def newest_slowly(folder: Path) -> int:
+        found = newest(folder)
+        if any(folder.parent.glob(".a.json.*")):  # the merge looks a second time, then replaces and deletes
+            ended.touch()
+            wait_for(next_began)
+        return found
+
+    engine = engine_of()
+    first = engine.record(path)
+    train(engine, 1, comm.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            dist.barrier()
+            patch.setattr(timeline, "newest", newest_slowly)
+            first.close()
+        else:
+            first.close()
+            dist.barrier()
+            wait_for(ended)
+    second = engine.record(path)
+    next_began.touch()
+    train(engine, 1, comm.rank)
+    second.close()
+    dist.barrier()
+    engine.destroy()
+
+
+def test_a_rank_that_merges_leaves_the_next_recording_of_the_path_alone(tmp_path: Path) -> None:
+    POOL.run(record_twice, 2, str(tmp_path), collective=10)
+    recording = json.loads((tmp_path / "a.json").read_text())
+    assert recording["present"] == [0, 1] and recording["ended"] == ["closed"] * 2
+    assert {frame["step"] for frame in recording["frames"]} == {2} and not recording["unaligned"]
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("a.json")] == ["a.json"]
 
 
 def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path) -> None:
@@ -250,9 +294,9 @@ def test_files_are_bounded_and_say_what_they_have_dropped(tmp_path: Path) -> Non
         stream.write({"n": number, "t": number, "what": "sum", "name": "x", "held": {"parameters": 1}})
         stream.write({"n": number, "t": number})
         if number % 1000 == 0:
-            sizes.append(sum(each.stat().st_size for each in folder_of(path).iterdir()))
+            sizes.append(sum(each.stat().st_size for each in stream.folder.iterdir()))
     assert max(sizes[45:]) <= 1.1 * max(sizes[:45])
-    (left,) = read_parts(folder_of(path))
+    (left,) = read_parts(stream.folder)
     assert 20_000 <= len(left.events) <= 40_000
     assert left.dropped_events + len(left.events) == rounds
     stream.finish("closed")
@@ -261,17 +305,19 @@ def test_files_are_bounded_and_say_what_they_have_dropped(tmp_path: Path) -> Non
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     stream = BlackBox(tmp_path / "a.json", 0, part(0).about, steps=2)
     stream.write({"n": 0, "t": 5, "what": "sum", "name": "x"})
-    file = next(each for each in folder_of(stream.path).iterdir() if each.stat().st_size)
+    file = next(each for each in stream.folder.iterdir() if each.stat().st_size)
     file.write_bytes(file.read_bytes() + b'{"n": 1, "t": 7, "wha')
-    (left,) = read_parts(folder_of(stream.path))
+    (left,) = read_parts(stream.folder)
     assert [each.name for each in left.events] == ["x"] and left.ended == ""
 
 
 def test_what_an_earlier_run_has_left_is_not_mixed_in(tmp_path: Path) -> None:
-    for rank, run in ((0, "new"), (1, "old")):
-        about = {**part(rank).about, "run": run, "started": 5.0 - rank}
-        BlackBox(tmp_path / "a.json", rank, about, steps=2).write({"n": 0, "t": 1, "what": "sum"})
-    assert [each.rank for each in read_parts(folder_of(tmp_path / "a.json"))] == [0]
+    other = BlackBox(tmp_path / "a.json.b", 0, {**part(0).about, "run": "3"}, steps=2)
+    for rank, run in ((0, "1"), (1, "1"), (0, "2")):
+        box = BlackBox(tmp_path / "a.json", rank, {**part(rank).about, "run": run}, steps=2)
+        box.write({"n": 0, "t": 1, "what": "sum"})
+    assert merge(tmp_path / "a.json")["present"] == [0]
+    assert folders_of(tmp_path / "a.json") == [box.folder] and other.folder.exists()
     with pytest.raises(RecordingError, match="is a folder"):
         open_recording(Path())
     with pytest.raises(RecordingError, match="contains no recording"):

@@ -15,7 +15,9 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import POOL, run_each
 from tests.zero_full.pipeline_runs import Whole, batch, loss_of, specs
+from tests.zero_full.runs import said_by
 from zero_full import LayerSpec, PipelineModule
+from zero_full.checkpoint.object_state import StageSchedule, divided_anew
 from zero_full.pipeline.stage import Stage
 from zero_full.shard.passes.reduce import GradientReducer
 
@@ -139,6 +141,67 @@ def test_stages_with_other_parameter_groups_save_and_load_at_other_stages(
             assert [*found[1].values()] == pytest.approx([1 / 4] * 14)
     for message in POOL.run(one_group, 4, tmp_path):
         assert "are in the optimizer's parameter group 0, but were saved in groups with different" in message
+
+
+def warmup(optimizer: Any) -> Any:
+    """All stages begin with the rate 0, and have other rates after a step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: min(1.0, steps / 4))
+
+
+def of_stage(optimizer: Any) -> Any:
+    """All stages begin with the same rate, and then have one that falls faster on the second stage."""
+    by = 1 + dist.get_rank()
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + by * steps))
+
+
+def scheduled(comm: Any, equal: bool, schedule: Any) -> str:
+    """What is raised once one stage changes its rate by hand, after three batches with a schedule."""
+
+    def rates_of(module: nn.Module) -> list[dict[str, Any]]:
+        return [{**group, "lr": 0.1} if equal else group for group in by_layer(module)]
+
+    engine = engine_of(2, rates=rates_of, schedule=schedule)
+    for step in range(3):
+        train(engine, step)
+    if comm.rank == 1:
+        engine.optimizer.param_groups[0]["lr"] *= 2
+    said = said_by(lambda: train(engine, 3))
+    engine.destroy()
+    return said
+
+
+def test_a_schedule_may_have_other_rates_on_another_stage() -> None:
+    cases = [(False, warmup), (True, of_stage), (True, warmup)]
+    for ranks in run_each(scheduled, 2, cases):
+        for said in ranks:
+            assert "lr: 0.0" in said and "(by the schedule, after 3 steps)" in said, said
+
+
+def test_the_lists_of_a_schedule_go_with_the_groups() -> None:
+    """Two stages, of two groups and one, become one group and two."""
+
+    def made(*limits: float) -> Any:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 10 * limit} for limit in limits]
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(groups), min_lr=[*limits])
+
+    def divided(members: list[list[str]], own: Any, *stages: Any) -> Any:
+        named = (["a"], ["b"]), (["c"],)
+        saved = [StageSchedule(m, each.state_dict()) for m, each in zip(named, stages, strict=True)]
+        own.load_state_dict(divided_anew(saved, members, own.state_dict()))
+        return own
+
+    first, second = made(0.1, 0.2), made(0.3)
+    for each in (first, second):
+        for loss in range(3):
+            each.step(float(loss))
+    again = divided([["c"], ["b", "x"], ["new"]], made(1.0, 2.0, 4.0), first, second)
+    assert again.min_lrs == [0.3, 0.2, 4.0] and again.get_last_lr() == [3.0, 2.0, 40.0]
+    assert again.num_bad_epochs == 2
+    with pytest.raises(ValueError, match="min_lrs of a and of c, which are in parameter group 0, differ"):
+        divided([["a", "c"]], made(1.0), first, second)
+    second.step(5.0)
+    with pytest.raises(ValueError, match="its last_epoch differs between pipeline stages"):
+        divided([["a"]], made(1.0), first, second)
 
 
 # Called twice ---------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def test_arguments_and_files_are_looked_at_before_torch_is_imported(
         ["check", "ds.json", "--fill", "zero_optimization.stage=1", "--write", ""],
         ["fit", "--hf-config", "config.json", "--world", "2", "--memory", "80GB", "--write", ""],
         ["doctor", "--measure", "--out", ""],
+        ["doctor", "--measure", ""],
         ["inspect", ""],
     ],
 )

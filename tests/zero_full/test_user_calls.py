@@ -9,7 +9,7 @@ import pytest
 
 import zero_full
 from tests.worlds import POOL, run_each
-from tests.zero_full.runs import Net, config, data
+from tests.zero_full.runs import Net, config, data, said_by
 from zero_full.comm import user_calls
 
 
@@ -150,3 +150,44 @@ def test_an_entry_that_is_not_there_is_the_same_error_on_all_ranks() -> None:
     for stage in (1, 3):
         first, *others = POOL.run(typo, 3, stage)
         assert all(other == first for other in others)
+
+
+def without(part: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != key}
+
+
+# What the last rank cannot do: a function or a state of the user's raises there.
+FAILING: dict[str, Callable[[Any, str, Callable[..., Any]], Any]] = {
+    "load_state_dict of the optimizer": lambda engine, folder, fail: engine.optimizer.load_state_dict(
+        fail(engine.optimizer.state_dict())
+    ),
+    "load_state_dict": lambda engine, folder, fail: engine.load_state_dict(fail(engine.state_dict())),
+    "save_weights": lambda engine, folder, fail: engine.save_weights(folder, names=fail),
+    "load_weights": lambda engine, folder, fail: engine.load_weights(folder, names=fail),
+    "module_state_dict": lambda engine, folder, fail: engine.module_state_dict(keep=fail),
+}
+
+
+def fails_on_one(comm: Any, stage: int, call: str, folder: str) -> str:
+    """What a rank is told when the last one cannot make the call."""
+
+    def fail(given: Any) -> Any:
+        if comm.rank == 0:
+            return given
+        if isinstance(given, dict):  # a state, of an engine or of an optimizer
+            return without(given, "lr_scheduler" if "lr_scheduler" in given else "tensors")
+        raise ArithmeticError("out of luck")
+
+    engine = made(stage)
+    step(engine, 0, comm.rank)
+    said = said_by(lambda: FAILING[call](engine, folder, fail))
+    step(engine, 1, comm.rank)  # the ranks are still together
+    engine.destroy()
+    return said
+
+
+def test_a_call_that_one_rank_cannot_make_is_told_on_the_others(tmp_path: Path) -> None:
+    cases = [(stage, call, str(tmp_path)) for stage in (1, 3) for call in FAILING]
+    cases.remove((1, "module_state_dict", str(tmp_path)))  # no rank waits there
+    for (_, call, _), (other, failed) in zip(cases, run_each(fails_on_one, 2, cases), strict=True):
+        assert f"{call}, which raised: {failed}" in other or f"rank 1: {failed}" in other, (call, other)

@@ -158,24 +158,35 @@ def test_a_hook_that_reads_gradients_hears_that_they_are_not_there() -> None:
         assert all("grad has no values" in said for said in ranks), ranks
 
 
-def raises_on_one_rank(comm: Any) -> str:
+def raises_on_one_rank(comm: Any, whose: str, stage: int) -> str:
     """A hook of the user's fails on the last rank only."""
     model = Net()
     raw = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine, optimizer, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(stage))
 
     def fail(*_: Any) -> None:
         if comm.rank:
             raise ValueError("out of luck")
 
-    raw.register_step_pre_hook(fail)
-    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(2))
+    registers = {
+        "the one that was passed in": raw.register_step_pre_hook,
+        "ours": optimizer.register_step_pre_hook,
+        "every optimizer": register_optimizer_step_pre_hook,
+    }
+    hook = registers[whose](fail)
     engine.backward(engine(data(0, 0, comm.rank)))
-    return said_by(engine.step)
+    said = said_by(engine.step)
+    hook.remove()
+    engine.step()
+    assert optimizer.last is not None and optimizer.last.applied
+    engine.destroy()
+    return said
 
 
 def test_a_hook_that_raises_on_one_rank_ends_the_others_with_its_words() -> None:
-    for said in POOL.run(raises_on_one_rank, 2, collective=10):
-        assert said.startswith("DisagreementError") and "out of luck" in said
+    cases = [("the one that was passed in", 2), ("ours", 1), ("ours", 3), ("every optimizer", 2)]
+    for ranks in run_each(raises_on_one_rank, 2, cases):
+        assert all(said.startswith("DisagreementError") and "out of luck" in said for said in ranks)
 
 
 def test_a_hook_that_returns_other_arguments_is_an_error() -> None:

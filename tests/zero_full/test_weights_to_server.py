@@ -600,10 +600,20 @@ def untouched(comm: Any) -> None:
     list(engine.weights(delta=True))
     slices = sum(group.layout.shard for group in engine.optimizer.trained)
     assert sum(t.nbytes for t in engine.optimizer.holdings()["optimizer"]) == held + slices // 8
+    train_step(engine, 1, comm.rank)
+    before = engine.metrics()["held"]["optimizer"]
+    for _ in range(2):  # hand-overs that are stopped in the middle, whose changes are the next one's as well
+        abandoned = engine.weights(delta=True, bucket_bytes=1)
+        next(iter(abandoned))
+        assert engine.metrics()["held"]["optimizer"] == before + slices // 8
+    del abandoned
+    list(engine.weights(delta=True))
+    assert engine.metrics()["held"]["optimizer"] == before
     engine.destroy()
 
 
 def test_changes_cost_one_bit_an_element_of_the_slice_where_they_are_asked_for() -> None:
+    """Another one from the start of a hand-over to its end, also if it is abandoned."""
     POOL.run(untouched, 2)
 
 

@@ -31,7 +31,8 @@ PIECE = 1 << 24  # bytes that a thread writes while the next ones are collected
 FLUSH_BYTES = 1 << 26  # bytes in the page cache after which the thread flushes a file that is being written
 PAGE = max(4096, mmap.PAGESIZE)
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
-NOT_DIRECT = (errno.EINVAL, errno.EFAULT)  # errors of O_DIRECT where the file system or the device lacks it
+# Errors of O_DIRECT where the file system or the device lacks it. EIO is the disk's: it is raised.
+NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTSUP)
 Checksum = Callable[[memoryview, int], int]  # as `zlib.crc32`
 THREADS = 4  # threads that compute checksums
 MIN_THREADED = 8  # blocks; fewer are computed without threads

@@ -24,7 +24,6 @@ from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.folder import local_path
 from zero_full.checkpoint.object_state import (
     ObjectStates,
-    follow_groups,
     saved_extra_state,
     set_learning_rates,
 )
@@ -81,8 +80,8 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load a checkpoint to resume training. Every rank must call this.
 
-    tag     None: the checkpoint that the folder's file `latest` names; without such a file, load nothing and
-            return None
+    tag     None: the checkpoint that the folder's file `latest` names; without any checkpoint, load nothing
+            and return None
     extras  the LR scheduler and other saved objects, which load their states
 
     A failure raises CheckpointError on every rank, and nothing is changed.
@@ -175,8 +174,6 @@ class CheckpointLoad:
         # Optimizer state of this rank alone: see [Note: a rank's own state] in `optim/step.py`.
         self.own_keys: list[str] = []
         self.own: dict[str, Chunk] = {}  # by name, once tensors are allocated
-        # The saved groups by this run's stages, with the rates that the schedule of other stages has reached.
-        self.rates_of: list[Any] = []
 
     # Before anything changes ---------------------------------------------------------------------
 
@@ -204,14 +201,11 @@ class CheckpointLoad:
 
     def _add_scheduler(self, scheduler: Any) -> None:
         """Add the LR scheduler, whose state has to fit the parameter groups of this run."""
-        self.objects.add_scheduler(scheduler, self.with_state, group_members(self.optimizer))
+        members = group_members(self.optimizer) if self.is_pipeline else None
+        self.objects.add_scheduler(scheduler, self.with_state, members)
         keeps_rates = isinstance(scheduler, LRScheduler)  # torch's keep one for each group, by position
         loads_alone = self.objects.has_scheduler and not self.with_state
-        if self.objects.is_of_stage or not (keeps_rates and loads_alone and "groups" in self.shared):
-            return
-        if self.is_pipeline:
-            self.rates_of = self._groups_by_name()["groups"]
-        else:
+        if keeps_rates and loads_alone and not self.is_pipeline:
             self._check_groups(self.shared.get("members", ()))
 
     def _match(self) -> None:
@@ -420,7 +414,7 @@ class CheckpointLoad:
     def _load_objects(self) -> None:
         """Load the states of the objects. Raises CheckpointError if a schedule is of other groups."""
         self.objects.load()
-        if self.with_state or self.rates_of or not self.objects.has_scheduler:
+        if self.with_state or not self.objects.has_scheduler:
             return
         rates, groups = self.extras.lr_scheduler.get_last_lr(), self.optimizer.param_groups
         if len(rates) != len(groups):
@@ -442,12 +436,8 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
-            if self.is_pipeline and self.objects.has_scheduler and not self.objects.is_of_stage:
-                follow_groups(self.extras.lr_scheduler, self.optimizer.param_groups)
             stepper.load_own_tensors({name: chunk.values for name, chunk in self.own.items()})
         elif self.objects.has_scheduler:
-            if self.rates_of:
-                follow_groups(self.extras.lr_scheduler, self.rates_of)
             set_learning_rates(self.optimizer.param_groups, self.extras.lr_scheduler.get_last_lr())
         self.optimizer.zero_grad()
         if self.same_ranks:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_full._compat import clean_name, schedule_parts, set_last_rates
+from zero_full._compat import BY_GROUP, SCHEDULE_PARTS, clean_name
 from zero_full.checkpoint.json_values import fingerprint
 from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source
@@ -32,6 +32,14 @@ class StateToLoad:
     name: str
     target: Any
     state: Any
+
+
+@dataclass(frozen=True)
+class StageSchedule:
+    """An LR scheduler's state on one pipeline stage."""
+
+    members: Sequence[Sequence[str]]  # the parameter names of each parameter group
+    state: Mapping[str, Any]
 
 
 class ExtraState:
@@ -58,14 +66,16 @@ class ObjectStates:
         self.states: list[StateToLoad] = []
         self.previous: list[StateToLoad] = []
         self.has_scheduler = False
-        self.is_of_stage = False  # the scheduler's state was saved by a pipeline stage with the same groups
 
-    def add_scheduler(self, scheduler: Any, with_state: bool, members: Sequence[Sequence[str]]) -> None:
+    def add_scheduler(
+        self, scheduler: Any, with_state: bool, members: Sequence[Sequence[str]] | None = None
+    ) -> None:
         """Add this run's LR scheduler, which may be None.
 
         with_state  the options of the optimizer's parameter groups, including the learning rate, are loaded
                     as well
-        members     the parameter names of each of these groups
+        members     with pipeline stages, which may have other groups than those that were saved: the
+                    parameter names of each group
 
         Raises CheckpointError if the saved scheduler is of another class.
         """
@@ -95,13 +105,25 @@ class ObjectStates:
                 f"{kind} has no get_last_lr, so its current learning rate is unknown. Load it with the "
                 "optimizer state, or load neither (load_lr_scheduler_states=False). Nothing was loaded"
             )
-        for rank in self.source.savers:
-            of_stage = self.source.private(rank).get("lr_scheduler")
-            if of_stage is not None and of_stage["members"] == members:
-                state, self.is_of_stage = of_stage["state"], True
-                break
+        if members is not None and (stages := self._saved_stages(state)):
+            try:
+                state = divided_anew(stages, members, scheduler.state_dict())
+            except ValueError as error:
+                raise CheckpointError(
+                    f"the LR scheduler in {self.source.path} cannot be divided among the parameter groups of "
+                    f"this run: {error}. Load without it (load_lr_scheduler_states=False), or at the saved "
+                    "pipeline stages. Nothing was loaded"
+                ) from error
         self.states.append(StateToLoad("the LR scheduler", scheduler, state))
         self.has_scheduler = True
+
+    def _saved_stages(self, state: Mapping[str, Any]) -> list["StageSchedule"]:
+        """Return the LR scheduler's state on each saved pipeline stage; none if no groups were saved."""
+        found = [self.source.private(rank).get("lr_scheduler") for rank in self.source.savers]
+        stages = {repr(each["members"]): StageSchedule(**each) for each in found if each is not None}
+        if not stages and (members := self.source.shared.get("members")):  # it was no pipeline
+            return [StageSchedule(members, state)]
+        return [*stages.values()]
 
     def add_extra_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Add the entries that the module itself has made for its state dict."""
@@ -180,15 +202,63 @@ def saved_extra_state(source: Source, made: Mapping[str, Any], place: Mapping[st
     return found
 
 
-def follow_groups(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set an LR scheduler's learning rates, and its parts', to those of these groups, if it keeps any.
+def divided_anew(
+    stages: Sequence[StageSchedule], members: Sequence[Sequence[str]], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return an LR scheduler's state for these parameter groups, from its states on pipeline stages.
 
-    The state is that of the first pipeline stage, and the groups of this one were divided otherwise.
+    A list with a value for each group gets the values that were saved with the groups' parameters.
+
+    members  the parameter names of each group of this run
+    own      the state that this run's scheduler has now, for groups of which no parameter was saved
+
+    Raises ValueError for parameters of one group with different values, and for other values that differ
+    between stages.
     """
-    for each in schedule_parts(scheduler):
-        if hasattr(each, "base_lrs") and all("initial_lr" in group for group in groups):
-            each.base_lrs = [group["initial_lr"] for group in groups]
-        set_last_rates(each, [float(group["lr"]) for group in groups])
+    made = dict[str, Any]()
+    for key, value in stages[0].state.items():
+        if key == SCHEDULE_PARTS:
+            for number, part in enumerate(own[key]):
+                of_part = [StageSchedule(each.members, each.state[key][number]) for each in stages]
+                made.setdefault(key, []).append(divided_anew(of_part, members, part))
+        elif _is_by_group(key, [*stages, StageSchedule(members, own)]):
+            saved = {
+                name: each.state[key][number]
+                for each in stages
+                for number, names in enumerate(each.members)
+                for name in names
+            }
+            made[key] = [_value_of_group(key, n, names, saved, own) for n, names in enumerate(members)]
+        elif len({fingerprint(each.state.get(key)) for each in stages}) > 1:
+            raise ValueError(f"its {key} differs between pipeline stages")
+        else:
+            made[key] = value
+    return made
+
+
+def _is_by_group(key: str, stages: Sequence[StageSchedule]) -> bool:
+    """Return whether this is a list with a value for each parameter group.
+
+    It is one of torch's, or its length is the number of groups, which differs between stages.
+    """
+    lists = [each.state.get(key) for each in stages]
+    if not all(
+        isinstance(each, list) and len(each) == len(stage.members)
+        for each, stage in zip(lists, stages, strict=True)
+    ):
+        return False
+    return key in BY_GROUP or len({len(stage.members) for stage in stages}) > 1
+
+
+def _value_of_group(
+    key: str, number: int, names: Sequence[str], saved: Mapping[str, Any], own: Mapping[str, Any]
+) -> Any:
+    """Return the saved value of the group of these parameters; ValueError if they were saved with several."""
+    found = {fingerprint(saved[name]): name for name in names if name in saved}
+    if len(found) > 1:
+        one, other, *_ = found.values()
+        raise ValueError(f"its {key} of {one} and of {other}, which are in parameter group {number}, differ")
+    return next((saved[name] for name in found.values()), own[key][number])
 
 
 def set_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:

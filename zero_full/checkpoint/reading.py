@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
-from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
+from zero_full.checkpoint.folder import MANIFEST, complete, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.errors import CheckpointError
@@ -155,8 +155,21 @@ def _is_native(directory: Path, tag: str) -> bool:
 
 
 def holds_latest(directory: Path) -> bool:
-    """Return whether the folder has a checkpoint that can be opened without a tag."""
-    return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
+    """Return whether the folder has a checkpoint that can be opened without a tag; False: it has none at all.
+
+    Raises CheckpointError if the folder has complete checkpoints, but none can be opened without a tag.
+    """
+    if (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory):
+        return True
+    tags = [*complete(directory)]
+    if directory.is_dir():
+        tags += [each.name for each in sorted(directory.iterdir()) if is_deepspeeds(each)]
+    if tags:
+        raise CheckpointError(
+            f"{directory} has checkpoints ({listed(tags)}), but no file `latest` that names the one to load. "
+            "Pass its tag, or write it into that file. Nothing was loaded"
+        )
+    return False
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:

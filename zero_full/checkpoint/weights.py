@@ -133,14 +133,16 @@ def save_weights(
 
     Tied parameters are stored once. The header has their other names, as with `safetensors.torch`.
     """
-    filename = check_file_name("filename", filename)
-    selection = select(module, optimizer, names)
-    if selection.others:
-        raise ValueError(
-            f"safetensors holds tensors only, not the extra state {', '.join(selection.others)} "
-            "(get_extra_state). Leave it out with names=..., or save a .bin file"
-        )
-    check_export(dtype, max_shard_bytes)
+    optimizer.check_open("save_weights")
+    with optimizer.announces_failure("save_weights"):
+        filename = check_file_name("filename", filename)
+        selection = select(module, optimizer, names)
+        if selection.others:
+            raise ValueError(
+                f"safetensors holds tensors only, not the extra state {', '.join(selection.others)} "
+                "(get_extra_state). Leave it out with names=..., or save a .bin file"
+            )
+        check_export(dtype, max_shard_bytes)
     entries = [
         TensorEntry(
             name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape
@@ -176,7 +178,9 @@ def save_16bit_model(
             module, optimizer, save_dir, max_shard_bytes=sys.maxsize, names=names, filename=save_filename
         )
     else:
-        selection = select(module, optimizer, names)
+        optimizer.check_open("save_16bit_model")
+        with optimizer.announces_failure("save_weights"):
+            selection = select(module, optimizer, names)
         _export(optimizer, selection, _PickledFile(local_path(save_dir) / save_filename, selection), None)
     return True
 
@@ -309,7 +313,9 @@ def load_weights(
 
     The optimizer's state stays as it is.
     """
-    tensors, place = select(module, optimizer, names).tensors, Path(path)
+    optimizer.check_open("load_weights")
+    with optimizer.announces_failure("load_weights"):
+        tensors, place = select(module, optimizer, names).tensors, Path(path)
     found, unmatched = dict[Tensor, Stored](), Unmatched([], [])
 
     def match() -> str:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from zero_full.cpus import usable_cpus
 from zero_full.formatting import table_row, terminal_width
 
 TORCH_AT_LEAST = (2, 11)
@@ -62,16 +63,16 @@ def problems() -> list[str]:
     return found + requirement_problems("safetensors") + launcher_problems()
 
 
-def main(measure: str | None = None, as_json: bool = False) -> int:
+def main(measure: str | bool = False, as_json: bool = False) -> int:
     """Print the report and a line for each problem. Returns the exit code: 0 without problems, else 1.
 
-    `measure`: also measure bandwidths, of memory and, unless it is "", of this directory's disk.
+    `measure`: also measure bandwidths, of memory (True) or of memory and this directory's disk.
     """
     if as_json:
         return _print_json(measure)
     print(report())
     found = problems()
-    if measure is not None:
+    if measure is not False:
         print("measured, by one process")
         found += measured(measure, lambda name, value: print(f"  {name}  {value}", flush=True))
         print()
@@ -82,24 +83,28 @@ def main(measure: str | None = None, as_json: bool = False) -> int:
     return 1 if found else 0
 
 
-def _print_json(measure: str | None) -> int:
+def _print_json(measure: str | bool) -> int:
     """Print the report as one line of JSON. Returns the exit code."""
     rows: Rows = []
     found = problems()
-    if measure is not None:
+    if measure is not False:
         found += measured(measure, lambda name, value: rows.append((name, value)))
     about = {title: dict(each) for title, each in sections().items()}
     print(json.dumps({"report": about, "measured": dict(rows), "problems": found}))
     return 1 if found else 0
 
 
-def measured(place: str, show: Callable[[str, str], None]) -> list[str]:
-    """Measure bandwidths, and show each at once, as it takes seconds. Returns errors of the measurement."""
+def measured(place: str | bool, show: Callable[[str, str], None]) -> list[str]:
+    """Measure bandwidths, and show each at once, as it takes seconds. Returns errors of the measurement.
+
+    `place`: the directory of the disk to measure; True: none
+    """
     bandwidth, reason = imported("zero_full.doctor.bandwidth")
     if bandwidth is None:
         return [f"nothing can be measured: {reason}"]
     try:
-        for rows in (bandwidth.memory_rows, *([partial(bandwidth.disk_rows, place)] if place else [])):
+        of_disk = [] if place is True else [partial(bandwidth.disk_rows, place)]
+        for rows in (bandwidth.memory_rows, *of_disk):
             for name, value in rows():
                 show(name, value)
     except bandwidth.MeasureError as error:
@@ -135,13 +140,6 @@ def machine() -> Rows:
     if torch is not None:
         rows.append(("torch threads", str(torch.get_num_threads())))
     return [*rows, ("memory", memory())]
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, limited by its affinity mask."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def memory() -> str:

@@ -458,9 +458,10 @@ class Engine(DeepSpeedQueries):
         drop_errors               True: drop the compression errors and local steps that each rank of 1-bit
                                   and 0/1 Adam has. Another number of ranks cannot use them
 
-        Returns the checkpoint's folder and the client state. Without a tag and without `latest` returns
-        (None, None), as DeepSpeed does. If anything is wrong, raises CheckpointError on every rank, and
-        nothing has changed.
+        Returns the checkpoint's folder and the client state. If the folder has no checkpoint and no tag is
+        given, returns (None, None), as DeepSpeed does, so that a script may begin or resume by the same
+        call. If anything is wrong, raises CheckpointError on every rank, and nothing has changed. That is so
+        where checkpoints exist, but no `latest` that names one: DeepSpeed would begin anew.
         """
         self._check_outside_step("load_checkpoint")
         options = LoadOptions(
@@ -773,7 +774,7 @@ class Engine(DeepSpeedQueries):
         path   the file for the recording of all ranks. `python -m zero_full replay PATH` prints it, and the
                player on the site's page "One step, animated" shows it
 
-        Each rank writes into the folder PATH.parts until its recording ends: by `close` of the recorder that
+        Each rank writes into a folder PATH.ID.parts until its recording ends: by `close` of the recorder that
         this returns, at the end of its `with` block, by `destroy`, with the process, or when a collective
         fails. The last rank to end merges the parts into the file.
 

@@ -11,7 +11,6 @@ from zero_full.checkpoint import (
     Extras,
     LoadOptions,
     Resumed,
-    complete,
     load_checkpoint,
     unfinished,
 )
@@ -31,13 +30,11 @@ def load_run(
     options: LoadOptions,
     extras: Extras,
 ) -> Resumed | None:
-    """Load a checkpoint. If the folder has no `latest`, warn with the checkpoints it has, and return None."""
+    """Load a checkpoint. If the folder has none, warn, and return None."""
     found = load_checkpoint(module, optimizer, load_dir, None if tag is None else str(tag), options, extras)
     if found is None:
-        folder = Path(load_dir)
-        names = ", ".join(complete(folder)) or "none"
-        names += "".join(f"; incomplete: {path.name}" for path in unfinished(folder))
-        log.warning("nothing was loaded: %s has no `latest` (its checkpoints: %s)", load_dir, names)
+        names = "".join(f". Incomplete: {path.name}" for path in unfinished(Path(load_dir)))
+        log.warning("nothing was loaded: %s has no checkpoint%s", load_dir, names)
     return found
 
 
@@ -58,8 +55,10 @@ def load_run_state(
     module: nn.Module, optimizer: ZeroOptimizer, lr_scheduler: Any, state: Mapping[str, Any]
 ) -> None:
     """Load what `run_state` returned on this rank, without its counters. Raises before anything changes."""
-    _check_run_state(state, lr_scheduler)
-    fitting_chunks(module, optimizer, RankPart(state["module"]["tensors"], {}))
+    optimizer.check_open("load_state_dict")
+    with optimizer.announces_failure("load_state_dict"):
+        _check_run_state(state, lr_scheduler)
+        fitting_chunks(module, optimizer, RankPart(state["module"]["tensors"], {}))
     optimizer.load_state_dict(state["optimizer"])  # may raise, so it comes before anything changes
     load_own_state_dict(module, optimizer, state["module"])
     if lr_scheduler is not None and state["lr_scheduler"] is not None:

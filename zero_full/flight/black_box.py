@@ -12,12 +12,13 @@ and events were dropped before it.
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.rank_files import DONE, FORMAT, file_of, folder_of
+from zero_full.flight.rank_files import DONE, FORMAT, file_of, folder_of, folders_of
 
 log = logging.getLogger("zero_full")
 EVENTS = 20_000  # in one file, at most
@@ -31,12 +32,15 @@ class BlackBox:
         """Open both files and write `about` to the first. Raises OSError if the folder cannot be written."""
         self.path, self.rank, self.about, self.steps = path, rank, dict(about), steps
         self.lock = threading.Lock()
-        folder = folder_of(path)
-        folder.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder. Pass the path of a file")
-        path.unlink(missing_ok=True)  # the file of an earlier recording
-        folder.joinpath(DONE.format(rank)).unlink(missing_ok=True)
+        self.folder = folder = folder_of(path, about["run"])
+        folder.mkdir(parents=True, exist_ok=True)
+        # This recording takes the place of earlier ones: of their file, and of what killed runs have left.
+        path.unlink(missing_ok=True)
+        for each in folders_of(path):
+            if each < folder:
+                shutil.rmtree(each, ignore_errors=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self.files = [os.open(file_of(folder, rank, number), flags, 0o644) for number in (0, 1)]
         self.turns = 0
@@ -89,7 +93,7 @@ class BlackBox:
         with self.lock:
             if self.files:
                 self._close()
-                folder_of(self.path).joinpath(DONE.format(self.rank)).touch()
+                self.folder.joinpath(DONE.format(self.rank)).touch()
 
     def _close(self) -> None:
         files, self.files = self.files, []

@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_full.errors import RecordingError
 from zero_full.flight.captions import ms, ranks_in_words
-from zero_full.flight.rank_files import CLOSED, FORMAT, LEFT, VERSION, folder_of, read_parts
+from zero_full.flight.rank_files import CLOSED, FORMAT, LEFT, VERSION, folder_of, folders_of, read_parts
 from zero_full.flight.timeline import PASSES, merge, newest, recording_of
 from zero_full.formatting import counted, flowed, human, printable, terminal_width
 
@@ -59,19 +59,19 @@ def open_recording(path: Path) -> tuple[dict[str, Any], bool]:
     """Return a recording, and whether its file was merged just now. RecordingError if it is absent."""
     if path.is_dir():
         raise RecordingError(f"{path} is a folder. Pass the path that was passed to engine.record")
-    folder = folder_of(path)
     with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
-        if folder.is_dir() and (not path.exists() or newest(folder) > path.stat().st_mtime_ns):
+        folders = folders_of(path)
+        if folders and (not path.exists() or newest(folders[-1]) > path.stat().st_mtime_ns):
             try:
                 return merge(path), True
             except PermissionError:
-                return recording_of(read_parts(folder)), False
+                return recording_of(read_parts(folders[-1])), False
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise RecordingError(
-            f"there is no {path}, and no {folder}, where ranks write during the recording. Pass "
-            "the path of a recording"
+            f"there is no {path}, and no folder {folder_of(path)}, where ranks write during the recording. "
+            "Pass the path of a recording"
         ) from None
     except (OSError, ValueError) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error

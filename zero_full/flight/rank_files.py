@@ -1,4 +1,8 @@
-"""The folder of a recording in progress: two files for each rank, see [Note: black box]."""
+"""The folder of a recording in progress: two files for each rank, see [Note: black box].
+
+Each recording has a folder of its own, also if its path is used again. A rank may begin the next recording
+while another rank still merges the last one and deletes its folder.
+"""
 
 import json
 import re
@@ -46,9 +50,15 @@ class RankTrace:
     last: int = 0  # the time of its last event
 
 
-def folder_of(path: Path) -> Path:
-    """Return the folder in which the ranks write while they record."""
-    return path.with_name(f"{path.name}.parts")
+def folder_of(path: Path, run: str = "*") -> Path:
+    """Return the folder in which the ranks write while they record. `run` is the recording's id."""
+    return path.with_name(f"{path.name}.{run}.parts")
+
+
+def folders_of(path: Path) -> list[Path]:
+    """Return the folders of all recordings into `path`, the newest last: ids are times, of equal length."""
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]+\.parts")
+    return sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name))
 
 
 def file_of(folder: Path, rank: int, number: int) -> Path:
@@ -65,19 +75,18 @@ def files_in(folder: Path) -> dict[int, list[Path]]:
     return by_rank
 
 
-def all_done(folder: Path, ranks: int) -> bool:
+def all_done(folder: Path) -> bool:
     """Return whether some rank has recorded in this folder, and all ranks that did have ended."""
-    begun = [rank for rank in files_in(folder) if rank < ranks]  # an earlier run may have had more ranks
+    begun = files_in(folder)
     return bool(begun) and all(folder.joinpath(DONE.format(rank)).exists() for rank in begun)
 
 
 def read_parts(folder: Path) -> list[RankTrace]:
-    """Read the files of all ranks of the newest run. RecordingError if the folder has none."""
+    """Read the files of all ranks. RecordingError if the folder has none."""
     parts = [part for rank, files in sorted(files_in(folder).items()) if (part := _read_part(rank, files))]
     if not parts:
         raise RecordingError(f"{folder} contains no recording. engine.record(path) makes one")
-    newest = max(parts, key=lambda part: part.about["started"]).about["run"]
-    return [part for part in parts if part.about["run"] == newest]
+    return parts
 
 
 def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:

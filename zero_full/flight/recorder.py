@@ -27,7 +27,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.comm.traffic import CollectiveCall
 from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, files_in, folder_of
+from zero_full.flight.rank_files import CLOSED, LEFT, VERSION, all_done, files_in, folders_of
 from zero_full.flight.timeline import merge
 from zero_full.shard.access.held_bytes import HeldBytes
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -55,7 +55,7 @@ class FlightRecorder:
         whole = {
             **about,
             "version": VERSION,
-            "run": _run_id(),
+            "run": _run_id(self.path),
             "rank": self.rank,
             "ranks": dist.get_world_size() if dist.is_initialized() else 1,
             "host": socket.gethostname(),
@@ -190,13 +190,13 @@ class PassRecord:
 def _finish(box: BlackBox, how: str = LEFT) -> None:
     """End this rank's part; merge the parts into a recording if this rank is the last of its folder.
 
-    A rank that did not end by `close` merges as well, because the others may never end.
+    A rank that did not end by `close` merges as well, because the others may never end. If another rank has
+    begun the next recording into this path, this one's folder is deleted and nothing is merged.
     """
-    folder = folder_of(box.path)
     try:
         box.finish(how)
-        alone = how != CLOSED and (not box.path.exists() or len(files_in(folder)) <= FEW)
-        if alone or all_done(folder, box.about["ranks"]):
+        alone = how != CLOSED and (not box.path.exists() or len(files_in(box.folder)) <= FEW)
+        if folders_of(box.path)[-1:] == [box.folder] and (alone or all_done(box.folder)):
             merge(box.path)
     except FileNotFoundError:  # another rank has merged the parts, and removed their folder
         pass
@@ -204,11 +204,13 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
         log.warning(NOT_MERGED, box.path, error, box.path)
 
 
-def _run_id() -> str:
-    """Return an id of this recording, equal on all ranks, which begin their recordings in the same order."""
-    mine = f"{time.time_ns():x}"
+def _run_id(path: Path) -> str:
+    """Return an id of this recording, equal on all ranks. A later recording into `path` has a larger id."""
+    mine = time.time_ns()
     if not dist.is_initialized():
-        return mine
-    store: Any = prefix_store("zero_full/recordings", default_store())
+        return f"{mine:x}"
+    store: Any = prefix_store(f"zero_full/recordings/{path}", default_store())
     number = store.add(f"begun by {this_rank()}", 1)
-    return str(store.compare_set(f"run {number}", "", mine).decode())
+    if number > 1:  # another rank, with another clock, may have made the last one
+        mine = max(mine, int(store.get(f"run {number - 1}"), 16) + 1)
+    return str(store.compare_set(f"run {number}", "", f"{mine:x}").decode())

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from zero_full.flight.captions import BETWEEN, caption, in_sentence
-from zero_full.flight.rank_files import CLOSED, FORMAT, VERSION, RankEvent, RankTrace, folder_of, read_parts
+from zero_full.flight.rank_files import CLOSED, FORMAT, VERSION, RankEvent, RankTrace, folders_of, read_parts
 
 MAX_EVENTS = 200_000  # events of all ranks together in a recording; earlier ones are dropped
 MERGE_ATTEMPTS = 3  # to merge while other ranks still write
@@ -45,11 +45,14 @@ class Moment:
 
 
 def merge(path: Path) -> dict[str, Any]:
-    """Merge the ranks' files into the recording at `path`. If all ranks have ended, delete the files.
+    """Merge the ranks' files of the newest recording into `path`. If all ranks have ended, delete the files.
 
     FileNotFoundError if another rank has done so meanwhile.
     """
-    folder, aside = folder_of(path), path.with_name(f".{path.name}.{os.getpid()}")
+    folders, aside = folders_of(path), path.with_name(f".{path.name}.{os.getpid()}")
+    if not folders:
+        raise FileNotFoundError(f"{path} has no files of ranks")
+    folder = folders[-1]
     try:
         for _ in range(MERGE_ATTEMPTS):  # another rank may write meanwhile, and merge a longer recording
             known = newest(folder)

@@ -99,8 +99,6 @@ class Deltas:
             group.master.changes = None
         for master in self.masters.values():
             master.note_changes(wanted(master.parameters.dtype, dtype))
-        # Changes that a hand-over has begun to send: of the next one again, unless it came to its end.
-        self.taken: dict[FlatParameters, ChangedElements] = {}
         self.sums: dict[str, Tensor] = {}  # column sums of tensors that no step changes, when handed over
         self.adapters: dict[str, list[Tensor]] = {}  # adapters of layers when handed over, by name
         self.changes = -1  # the optimizer's `changes` at the last hand-over
@@ -167,7 +165,9 @@ class Deltas:
             if self.running is not mine:
                 problem = ANOTHER.format("was begun before this one was at its end")
                 raise RuntimeError(f"{call}: {problem}")
-        self.taken.clear()
+        for master in self.masters.values():
+            assert master.changes is not None
+            master.changes.taken = None
         if is_empty and self.changes == iteration.changes and this_rank() == 0:
             log.warning(
                 "engine.weights(delta=True) hands over nothing: there was no step since version %d was "
@@ -204,11 +204,13 @@ class Deltas:
 
     def _take(self) -> None:
         """Take the changes to hand over. What is written from now on is of the next hand-over."""
-        for flat, master in self.masters.items():
-            taken = master.take_changes()
-            if (left := self.taken.get(flat)) is not None:
-                taken.add(left)
-            self.taken[flat] = taken
+        for master in self.masters.values():
+            master.take_changes()
+
+    def _taken(self, flat: FlatParameters) -> ChangedElements | None:
+        """Return the changes of a flat buffer to hand over; None: no step changes it."""
+        master = self.masters.get(flat)
+        return None if master is None or master.changes is None else master.changes.taken
 
     def _others(self, others: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> Iterator[BucketPart]:
         """Yield the parts of tensors outside of flat buffers that changed since they were handed over."""
@@ -289,7 +291,7 @@ class Deltas:
         )
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
         for flat in (source.flat for source in sources):
-            changes = self.taken.get(flat)  # None: no step changes it
+            changes = self._taken(flat)
             own = flat.layout.slice_of(flat.ranks.rank)
             if changes is None:
                 is_new = not self._is_known(flat.name, column_sums(flat.shard))
@@ -345,7 +347,7 @@ class Deltas:
             is_sparse = kinds.get(member.index)
             if is_sparse is None:
                 continue
-            changes, each = self.taken.get(flat), counts[flat, member.index]
+            changes, each = self._taken(flat), counts[flat, member.index]
             if not is_sparse or changes is None:
                 yield whole(source, member)
             elif member.block is None:

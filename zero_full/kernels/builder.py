@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_full.cpus import usable_cpus
 from zero_full.kernels import architectures, library_cache
 from zero_full.kernels.architectures import Device
 from zero_full.kernels.toolchain import BuildError, Toolchain, toolchain, torch_home
@@ -261,8 +262,9 @@ def _compile_and_link(
     wanted = name_for(part, tools, devices).architectures
     with tempfile.TemporaryDirectory(prefix="zero_full_") as scratch:
         jobs = commands(part, tools, wanted, Path(scratch))
-        report(f"{len(jobs)} files to compile, {_usable_cpus()} at a time")
-        with ThreadPoolExecutor(_usable_cpus()) as pool:
+        at_once = usable_cpus()  # more compilers would only need more memory
+        report(f"{len(jobs)} files to compile, {at_once} at a time")
+        with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(_run, [*command, "-o", str(made)]): made for made, command in jobs.items()}
             try:
                 for number, done in enumerate(as_completed(running), 1):
@@ -279,11 +281,6 @@ def _compile_and_link(
             Path(partial).replace(target)  # atomic: other processes see a complete library or none
         finally:
             Path(partial).unlink(missing_ok=True)
-
-
-def _usable_cpus() -> int:
-    """Return the number of CPUs in the affinity mask: more compilers would only need more memory."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # A lasting error has a line of a source, or is the linker's or nvcc's. A lack of resources is not lasting.

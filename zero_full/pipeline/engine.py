@@ -102,7 +102,7 @@ class PipelineEngine(Engine):
         self._schedule: Any = None
         self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
         self._reads = False  # a data iterator is running
-        self._options = StageOptions(module, self.basic_optimizer)
+        self._options = StageOptions(module, self.basic_optimizer, lambda: self.lr_scheduler)
         self._learn_options()
 
     def _learn_options(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_full._compat import matrix_instructions
+from zero_full.cpus import usable_cpus
 from zero_full.kernels.load import compiled_for
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -22,7 +23,7 @@ def machine_facts(device: str, ranks: int) -> dict[str, Any]:
         "threads": threads_of_a_rank(ranks),
         "torch": torch.__version__,
         "cpu": cpu_name(),
-        "cpus": os.cpu_count() or 1,
+        "cpus": usable_cpus(),
         "instructions": instructions(),
         "operators": "compiled" if compiled_for(torch.device("cpu")) else "reference",
     }

@@ -42,7 +42,7 @@ class MachineRates:
     threads: int = _entry(FACT, "with {} threads a rank, and a rank of the plan has {} (OMP_NUM_THREADS)")
     torch: str = _entry(FACT, "with torch {}, and this is torch {}")
     cpu: str = _entry(FACT, "on {}, and this machine is {}")
-    cpus: int = _entry(FACT, "on {} CPUs, and this machine has {}")
+    cpus: int = _entry(FACT, "on {} CPUs, and this process may use {}")
     instructions: str = _entry(FACT, "with instructions {}, and torch has {} here")
     operators: str = _entry(FACT, "with {} operators, and they are {} here (python -m zero_full build)")
     products: Mapping[str, Points] = _entry(RATE)  # by dtype and layout: rows, inner size, columns, seconds

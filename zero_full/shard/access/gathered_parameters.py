@@ -1,6 +1,6 @@
 """Whole parameters of a sharded model: `GatheredParameters`, state dicts, and the hooks that guard them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
@@ -87,8 +87,10 @@ def whole_state_dict(
 ) -> dict[str, Any]:
     """Return the module's state dict with whole parameters. Every rank must call this.
 
-    One group is gathered at a time. `keep` returns the value to store for a whole tensor.
+    One group is gathered at a time. `keep` returns the value to store for a whole tensor. If it raises at
+    stage 3, this rank goes on gathering, as the others wait for its collectives. Then every rank raises.
     """
+    failure: Exception | None = None
     state = names_and_values(module)
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -97,8 +99,20 @@ def whole_state_dict(
     for member, whole in whole_parameters(optimizer):
         if member.block is not None:
             whole = whole.full_tensor()  # type: ignore[attr-defined]
-        if member.param in names:
-            made.update(dict.fromkeys(names[member.param], keep(local_of(whole))))
+        if member.param in names and failure is None:
+            try:
+                made.update(dict.fromkeys(names[member.param], keep(local_of(whole))))
+            except Exception as error:
+                if optimizer.gatherer is None:
+                    raise
+                failure = error
+    if optimizer.gatherer is not None:
+        problem = "" if failure is None else f"rank {this_rank()}: {type(failure).__name__}: {failure}"
+        told = gather_messages(optimizer.groups, [problem] if problem else [], "a state dict")
+        if failure is not None:
+            raise failure
+        if told:
+            raise RuntimeError(f"module_state_dict has failed on another rank: {'; '.join(told)}")
     for name, value in state.items():
         if name not in made:
             made[name] = keep(whole_of(value)) if isinstance(value, Tensor) else value
@@ -417,14 +431,7 @@ class GatheredParameters:
         for optimizer, chosen, _ in self.stack:
             for group, members in chosen.items():
                 for member in members:
-                    window = group.parameters.windows[member.index]
-                    # A broadcast as a sum of one rank's values and zeros. A real one would need the index of
-                    # the rank in each group.
-                    if not self._is_modifier(optimizer):
-                        window.zero_()
-                    for ranks in (group.ranks, group.replicas):
-                        ranks.sum_numbers(window, f"changes of {member.name}")
-                    group.parameters.fill(member, window)
+                    _spread(group, member, self._is_modifier(optimizer))
             for group in chosen:
                 try:
                     if isinstance(group, TrainedGroup):  # unchanged elements keep the masters' low bits
@@ -477,28 +484,63 @@ class GatheredParameters:
     def _undo_changes(self) -> str | None:
         """Undo changes on any rank. Returns the error message, equal on all ranks, or None."""
         groups = [pair for _, chosen, _ in self.stack for pair in chosen.items()]
-        changed = sorted(
+        mine = {
             member.name
             for group, members in groups
             for member in members
             if group.parameters.fingerprint(member) != self.before[member]
-        )
+        }
+        changed = sorted(mine)
         for optimizer, _, _ in self.stack:
             for ranks in optimizer.groups.everyone:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
         if not changed:
             return self._compare_whole()
+        kept = list[str]()
         for optimizer, chosen, _ in self.stack:
             # On the lane: inside a forward, the next units may be on their way on it.
             lane = optimizer.lane if optimizer.gatherer is None else optimizer.gatherer.lane
-            for flat in (group.parameters for group in chosen):
-                # Overwrite them with the ranks' slices, which have not changed.
-                gather = partial(flat.all_gather, lane.producer(), exactly=True)
-                lane.submit(gather, [flat.full], [lane.producer()]).wait()
-        return (
-            f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
+            for group, members in chosen.items():
+                flat = group.parameters
+                if flat.released_at_rest:  # overwrite them with the ranks' slices, which have not changed
+                    gather = partial(flat.all_gather, lane.producer(), exactly=True)
+                    lane.submit(gather, [flat.full], [lane.producer()]).wait()
+                else:
+                    kept += self._take_back(group, [m for m in members if m.name in changed], mine)
+            kept = gather_messages(optimizer.groups, kept, "changed parameters")
+        undone = [name for name in changed if name not in kept]
+        how = ["and the change was undone"] if undone else []
+        if kept:
+            how.append(
+                f"{listed(kept)} on every rank, so no rank has the values from before: they stay changed, "
+                "and the next step raises if ranks have different ones"
+            )
+        problem = (
+            f"{', '.join(changed)} changed inside GatheredParameters, {'; '.join(how)}. Pass "
             "modifier_rank, the rank whose values all ranks get"
         )
+        return "; ".join(filter(None, (problem, self._compare_whole())))
+
+    def _take_back(self, group: ParameterGroup, members: list[Member], changed: Collection[str]) -> list[str]:
+        """Replace parameters that are always whole by the values of a rank that has not changed them.
+
+        This rank's slice is a part of the whole values, so a change is in the slice, too.
+
+        changed  the names of what this rank has changed
+        Returns the names of parameters that every rank has changed.
+        """
+        names = {this_rank(): sorted(changed)}  # by rank
+        for ranks in (group.ranks, group.replicas):
+            gathered = ranks.gather_objects(names, "changed parameters")
+            names = {rank: theirs for each in gathered for rank, theirs in each.items()}
+        lost = list[str]()
+        for member in members:
+            unchanged = [rank for rank in sorted(names) if member.name not in names[rank]]
+            if unchanged:
+                _spread(group, member, is_source=this_rank() == unchanged[0])
+            else:
+                lost.append(member.name)
+        return lost
 
     def _compare_whole(self) -> str | None:
         """Return an error, equal on all ranks, if unsharded frozen parameters differ; else None."""
@@ -520,6 +562,20 @@ class GatheredParameters:
         for optimizer, _, _ in self.stack:
             problems = gather_messages(optimizer.groups, problems, "changed parameters")
         return "; ".join(problems) or None
+
+
+def _spread(group: ParameterGroup, member: Member, is_source: bool) -> None:
+    """Give a gathered parameter the values that one rank, the source, has. Every rank must call this.
+
+    A broadcast as a sum of one rank's values and zeros. A real one would need the index of the rank in each
+    group.
+    """
+    window = group.parameters.windows[member.index]
+    if not is_source:
+        window.zero_()
+    for ranks in (group.ranks, group.replicas):
+        ranks.sum_numbers(window, f"changes of {member.name}")
+    group.parameters.fill(member, window)
 
 
 def _version(param: Parameter) -> tuple[int, int]:

@@ -43,6 +43,12 @@ class ChangedElements:
         self.is_marked = False  # the stepper sets the bits in this step
         # Whether user code or a load has written to the slice since `take`, as a bool on the device.
         self.written = torch.zeros((), dtype=torch.bool, device=device)
+        # Changes that a hand-over sends. They are the next one's as well, unless it comes to its end.
+        self.taken: ChangedElements | None = None
+
+    def held(self) -> list[Tensor]:
+        """Return the memory of the bits."""
+        return [self.bits, *(self.taken.held() if self.taken is not None else ())]
 
     def bits_of(self, start: int, numel: int) -> Tensor:
         """Return the bytes with the bits of a range that begins at a multiple of 8."""
@@ -122,21 +128,19 @@ class ChangedElements:
         ]
         return torch.stack(parts).sum() if parts else self.bits.new_zeros((), dtype=torch.int64)
 
-    def take(self, watched: Tensor | None) -> "ChangedElements":
-        """Return the changes so far, and count later ones from now on.
+    def take(self, watched: Tensor | None) -> None:
+        """Move the changes so far to `taken`, and count later ones from now on.
 
         watched  the slice, if user code may write to it unseen
         """
-        taken = ChangedElements(0, self.dtype, self.bits.device)
+        taken, left = ChangedElements(0, self.dtype, self.bits.device), self.taken
         taken.bits, taken.written = self.bits, self.written
+        if left is not None:
+            taken.bits |= left.bits
+            taken.written |= left.written
         self.bits, self.written = torch.zeros_like(self.bits), torch.zeros_like(self.written)
         self.sums = None if watched is None else column_sums(watched)
-        return taken
-
-    def add(self, earlier: "ChangedElements") -> None:
-        """Count these as changed, too."""
-        self.bits |= earlier.bits
-        self.written |= earlier.written
+        self.taken = taken
 
 
 def _unpacked(bits: Tensor) -> Tensor:

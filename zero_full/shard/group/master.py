@@ -206,13 +206,13 @@ class Master:
         slice_ = self.observed(dtype)
         self.changes = ChangedElements(slice_.numel(), dtype, slice_.device)
 
-    def take_changes(self) -> ChangedElements:
-        """Return the changes so far, those between steps included, and note later ones from now on."""
+    def take_changes(self) -> None:
+        """Take the changes so far, those between steps included, and note later ones from now on."""
         assert self.changes is not None
         if not self._observes_master(self.changes):
             return self.changes.take(None)
         self.changes.look(self.values)
-        return self.changes.take(self.values)
+        self.changes.take(self.values)
 
     def _observes_master(self, changes: ChangedElements) -> bool:
         """Whether the observed slice is the master itself, in which user code may write unseen."""

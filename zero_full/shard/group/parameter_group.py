@@ -101,7 +101,7 @@ def holdings(
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [group.master for group in trained]
     separate = [master.values for master in masters if master.is_separate]
-    separate += [master.changes.bits for master in masters if master.changes is not None]
+    separate += [bits for master in masters if master.changes is not None for bits in master.changes.held()]
     kind = next((master.tier.kind for master in masters if master.tier.is_offloaded), "optimizer")
     offloaded = set(offloaded_ids(trained, states))
     tensors = [*separate, *(t for t in state if t.dim()), *others]

@@ -20,8 +20,8 @@ Options change the step at these points. A run without an option executes none o
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
@@ -32,7 +32,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import OPT_CALLED, clean_name, load_hooks, state_dict_hooks, step_hooks
+from zero_full._compat import (
+    OPT_CALLED,
+    clean_name,
+    global_step_hooks,
+    load_hooks,
+    runs_step_hooks,
+    state_dict_hooks,
+    step_hooks,
+)
 from zero_full.comm.lane import Pending, lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, DesyncError, DisagreementError, NotFiniteError
@@ -235,11 +243,13 @@ class ZeroOptimizer(OptimizerProxy):
 
     # A step: see [Note: a step] ------------------------------------------------------------------
 
+    @runs_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the remaining gradients, step this rank's slices and all-gather the parameters.
 
         `closure` is called once at the beginning, to run forward and backward, and its result is returned.
-        `last` reports whether the step was applied. Every rank must call this.
+        `last` reports whether the step was applied. Every rank must call this. Hooks before the step run
+        after `closure`, where an error of one rank's hook is raised on every rank.
         """
         loss = loss_of(closure) if closure is not None else None
         self.unfinished.check("step")
@@ -253,15 +263,24 @@ class ZeroOptimizer(OptimizerProxy):
         return loss
 
     def _run_step_hooks(self, when: int) -> None:
-        """Run the hooks on the wrapped `step` once per step, also if it is stepped in several parts."""
-        for hook in list(step_hooks(self.base)[when].values()):
-            with torch.no_grad():
-                answer = hook(self.base, (self.base,), {})
-            if answer is not None and when == BEFORE:
-                raise RuntimeError(
-                    "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
-                    "none here. Return None from the hook"
-                )
+        """Run the step hooks: those of every optimizer, of this one and of the wrapped one.
+
+        They run once per step, also if the wrapped optimizer is stepped in several parts.
+        """
+        own, base = step_hooks(self), step_hooks(self.base)
+        from_outside = [(self, global_step_hooks()), (self, own), (self.base, base)]
+        for optimizer, hooks in from_outside if when == BEFORE else reversed(from_outside):
+            for hook in list(hooks[when].values()):
+                self._run_step_hook(when, optimizer, hook)
+
+    def _run_step_hook(self, when: int, optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
+        with torch.no_grad():
+            answer = hook(optimizer, (optimizer,), {})
+        if answer is not None and when == BEFORE:
+            raise RuntimeError(
+                "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
+                "none here. Return None from the hook"
+            )
 
     def _step(self) -> None:
         """Run the phases of [Note: a step]."""
@@ -625,20 +644,23 @@ class ZeroOptimizer(OptimizerProxy):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a `state_dict` of the same rank. Every rank must call this."""
-        saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
-        self.on_every_rank("load_state_dict of the optimizer")
-        self.unfinished.check_load("load_state_dict")
+        self.check_open("load_state_dict")
+        call, contents = "load_state_dict of the optimizer", self.contents
+        with self.announces_failure(call):
+            saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
+            self.unfinished.check_load("load_state_dict")
+            if "tensors" not in saved:
+                raise ValueError(
+                    "this is not a state_dict() of zero_full's optimizer. Load a plain optimizer's state "
+                    "into that optimizer before initialize, which keeps it"
+                )
+            part = RankPart(saved["tensors"], saved["numbers"])
+            # All checks come before the first change, so a state that does not fit leaves the run as it was.
+            check_facts(contents, saved)
+            part.check([*contents.masters(), *NewState(contents, part).chunks()])
+            check_same_rank(contents, saved)
+        self.on_every_rank(call)
         self.finish_update()
-        if "tensors" not in saved:
-            raise ValueError(
-                "this is not a state_dict() of zero_full's optimizer. Load a plain optimizer's state into "
-                "that optimizer before initialize, which keeps it"
-            )
-        contents, part = self.contents, RankPart(saved["tensors"], saved["numbers"])
-        # All checks come before the first change, so a state that does not fit leaves the run as it was.
-        check_facts(contents, saved)
-        part.check([*contents.masters(), *NewState(contents, part).chunks()])
-        check_same_rank(contents, saved)
         contents.stepper.load_own_tensors({})
         self.wake_all_but(saved["asleep"])
         state = NewState(contents, part)  # a new one: the groups that woke up have pieces now
@@ -741,6 +763,15 @@ class ZeroOptimizer(OptimizerProxy):
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
         for calls in self.groups.user_calls + self.groups.model_parallel_calls:
             calls.announce(call)
+
+    @contextmanager
+    def announces_failure(self, call: str) -> Iterator[None]:
+        """Run what a call does before its `on_every_rank`. If it raises, so do the ranks that wait there."""
+        try:
+            yield
+        except Exception as error:
+            self.announce_call(f"{call}, which raised: {type(error).__name__}: {error}")
+            raise
 
     def _drain_lanes(self) -> None:
         """Wait until no collective of this rank is queued."""
