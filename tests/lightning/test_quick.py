@@ -2,12 +2,14 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree, rmtree
 
 import pytest
 import torch
 
 from tests.lightning.launch import difference, results
 from tests.zero_full.exported import Zoo, engine_of
+from zero_full.errors import CheckpointError
 
 if not find_spec("lightning"):
     pytest.skip("needs Lightning: `make test-lightning` installs it", allow_module_level=True)
@@ -33,3 +35,27 @@ def test_one_file_has_tied_weights_under_every_name(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
         assert found["epoch"] == 1
         Zoo().load_state_dict(found["state_dict"])  # strictly
+
+
+def test_parts_of_two_saves_are_not_loaded_together(tmp_path: Path) -> None:
+    from zero_full.integrations.lightning import folder
+
+    engines = [engine_of(3, {}), engine_of(3, {})]
+    folder.save(engines, tmp_path / "a", {"epoch": 1})
+    assert folder.load(engines, tmp_path / "a", states=True) == {"epoch": 1}
+    folder.save(engines, tmp_path / "b", {"epoch": 2})
+    rmtree(tmp_path / "a" / "optimizer_1")  # as if the second save had ended after its first part
+    copytree(tmp_path / "b" / "optimizer_1", tmp_path / "a" / "optimizer_1")
+    with pytest.raises(CheckpointError, match="are of two saves"):
+        folder.load(engines, tmp_path / "a", states=True)
+    with pytest.raises(CheckpointError, match="are of two saves"):
+        folder.consolidate(tmp_path / "a", tmp_path / "a.ckpt")
+
+
+def test_a_whole_checkpoint_replaces_saved_weights(tmp_path: Path) -> None:
+    from zero_full.integrations.lightning import folder
+
+    engine = engine_of(3, {})
+    folder.save_weights([engine], tmp_path / "a", {"epoch": 1})
+    folder.save([engine], tmp_path / "a", {"epoch": 2})
+    assert folder.load([engine], tmp_path / "a", states=True) == {"epoch": 2}

@@ -6,6 +6,10 @@
 
 Lightning's own dictionary (loops, callbacks, LR schedulers, hyperparameters) is pickled, as in the files of
 Lightning, and stored beside the weights. Load only checkpoints that you trust.
+
+With several optimizers the parts are written one after the other. Each has the random name of its save, so
+that parts of two saves, which a crash between them leaves in a folder that is saved again, are not loaded
+together.
 """
 
 import io
@@ -13,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -23,6 +28,7 @@ from zero_full.engine.engine import Engine
 from zero_full.errors import CheckpointError
 
 KEY = "lightning"  # the key in the client state, and the name of a file
+SAVE = "save"  # the key of the save's name in the client state of every engine
 STATES = (
     "state_dict",
     "optimizer_states",
@@ -41,10 +47,16 @@ def is_folder(path: Any) -> bool:
 
 def save(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
     """Save the engines, and the first rank's `others`: values of Lightning. Every rank must call this."""
+    save = {SAVE: uuid4().hex}  # the first rank's is written
     state = {KEY: torch.frombuffer(bytearray(_pickled(others)), dtype=torch.uint8)}
+    if engines[0].global_rank == 0:
+        (Path(folder) / KEY).unlink(missing_ok=True)  # of weights, which would be loaded instead
     for number, engine in reversed([*enumerate(engines)]):  # `latest` names the first one, when all are there
         engine.save_checkpoint(
-            folder, tag_of(number), client_state=state if number == 0 else None, save_latest=number == 0
+            folder,
+            tag_of(number),
+            client_state=save | state if number == 0 else save,
+            save_latest=number == 0,
         )
 
 
@@ -78,12 +90,21 @@ def load(
         )
         if number == 0:
             saved = client or {}
+        _check_save(folder, number, saved, client or {})
     if KEY not in saved:
         raise CheckpointError(
             f"{folder} has no {KEY!r} state: no Lightning strategy of zero_full has saved it. Load a folder "
             "of ZeroStrategy or ZeroFabricStrategy"
         )
     return _unpickled(saved[KEY].numpy().tobytes(), weights_only)
+
+
+def _check_save(folder: str | Path, number: int, first: Mapping[str, Any], client: Mapping[str, Any]) -> None:
+    if first.get(SAVE) != client.get(SAVE):
+        raise CheckpointError(
+            f"{folder}: {tag_of(0)} and {tag_of(number)} are of two saves. The run ended while it saved into "
+            "this folder again. Load an earlier checkpoint"
+        )
 
 
 def save_weights(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
@@ -109,14 +130,21 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
         state = _read(sorted(Path(folder).glob("*.safetensors")))
     else:
         with TemporaryDirectory(dir=Path(file).parent) as exported:
-            state = {}
+            state, first = {}, _client_state(folder, tag_of(0))
             for path in sorted(Path(folder).glob("optimizer_*")):
+                number = int(path.name.removeprefix("optimizer_"))
+                _check_save(folder, number, first, _client_state(folder, path.name))
                 state |= _exported(folder, Path(exported) / path.name, path.name)
             state |= _exported(folder, Path(exported) / "first", tag_of(0))
-        source = open_checkpoint(Path(folder), tag_of(0))
-        others = source.shared["client_state"][KEY].numpy().tobytes()
-        source.close()
+        others = first[KEY].numpy().tobytes()
     torch.save(_unpickled(others, weights_only=False) | {"state_dict": state}, file)
+
+
+def _client_state(folder: str | Path, tag: str) -> dict[str, Any]:
+    source = open_checkpoint(Path(folder), tag)
+    state: dict[str, Any] = source.shared["client_state"]
+    source.close()
+    return state
 
 
 def _exported(folder: str | Path, out: Path, tag: str) -> dict[str, Tensor]:
