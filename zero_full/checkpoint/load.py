@@ -374,7 +374,7 @@ class CheckpointLoad:
 
     def _chunks(self) -> list[Chunk]:
         """Return the chunks to read, including new tensors for the optimizer state."""
-        contents, device = self.optimizer.contents, self.optimizer.communicators.dense.shard.device
+        contents, device = self.optimizer.contents, self.optimizer.communicators.device
         first: dict[Tensor, str] = {}
         for name, tensor in self.own_tensors.items():
             first.setdefault(tensor, name)

@@ -60,7 +60,7 @@ class FlightRecorder:
             "ranks": dist.get_world_size() if dist.is_initialized() else 1,
             "host": socket.gethostname(),
             "started": time.time(),
-            "device": communicators.dense.shard.device.type,
+            "device": communicators.device.type,
             "groups": [group.ranks for group in communicators.all],
             "keeps": steps,
         }

@@ -29,7 +29,7 @@ def whole_bytes(groups: Sequence[ParameterGroup]) -> int:
 
 def budget(communicators: Communicators, gathered: Sequence[ParameterGroup]) -> int:
     """Return the bytes to keep of these groups, equal on all ranks. Every rank must call this."""
-    free = _least(communicators.everyone, list(_free(communicators.dense.shard.device)))
+    free = _least(communicators.everyone, list(_free(communicators.device)))
     wanted, room = whole_bytes(gathered), free - free // KEPT_FREE
     if wanted <= room:
         return wanted

@@ -357,7 +357,7 @@ class Deltas:
 def _first_version(module: nn.Module, optimizer: ZeroOptimizer) -> int:
     """Draw the version before an engine's first one, equal on all ranks. Every rank must call this."""
     Iteration(module, optimizer, "engine.weights(delta=True), the first call", False).begin()
-    number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.communicators.dense.shard.device)
+    number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.communicators.device)
     for ranks in optimizer.communicators.everyone:
         ranks.broadcast(number, "the first version of the weights")
     return int(number)

@@ -298,7 +298,7 @@ class Iteration:
             if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
                 optimizer.on_every_rank(f"bucket {number + 1} of {self.call}")
             with torch.no_grad():
-                items = assembled(bucket, optimizer.communicators.dense.shard.device)
+                items = assembled(bucket, optimizer.communicators.device)
             if optimizer.gatherer is not None:
                 optimizer.gatherer.check_reads()
             while items:

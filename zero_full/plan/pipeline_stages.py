@@ -110,7 +110,7 @@ class PlaceSimulation(Simulation):
                 communicators = self.optimizer.communicators
                 ranks = Communicator(
                     tie.group,
-                    communicators.dense.shard.device,
+                    communicators.device,
                     communicators.traffic,
                     None,
                     "tied layers",

@@ -189,7 +189,7 @@ class Dealer:
         Every rank must call this: the first rank's values are broadcast.
         """
         self.copy_threads = self.settings.tier.copy_threads(
-            self.communicators.dense.shard.device, self.settings.needs_norm
+            self.communicators.device, self.settings.needs_norm
         )
         spares: Spares = []
         made: dict[Draft, ParameterGroup] = {}

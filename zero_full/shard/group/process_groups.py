@@ -70,6 +70,11 @@ class Communicators:
                 others.callback(communicator.close)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the model and of every collective."""
+        return self.dense.shard.device
+
+    @property
     def model_parallel(self) -> list[Communicator]:
         """The communicators between ranks that hold different parts of the model."""
         return [each for each in (self.tensor, self.pipe) if each is not None]

@@ -537,7 +537,7 @@ def gather_messages(communicators: Communicators, mine: Sequence[str], what: str
     """
     if all(group.size == 1 for group in communicators.everyone):
         return list(dict.fromkeys(mine))
-    device = communicators.dense.shard.device
+    device = communicators.device
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
     for group in communicators.everyone:
         group.sum_numbers(count, what)

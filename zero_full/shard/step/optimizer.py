@@ -138,7 +138,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.accumulation = accumulation
         self.own_state = cut_state(base, sharded.trained, settings.dtypes)
         self.redirected = RedirectedOptimizer(base, self)
-        device = communicators.dense.shard.device
+        device = communicators.device
         self.lane = lane_for(device, settings.overlap)
         self.offload: Offload | None = None
         if type(settings.tier) is not DeviceTier or type(sharded.param_store) is not ParamStore:
