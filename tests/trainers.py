@@ -126,11 +126,11 @@ class FullTrainer:
         self.engine.load_state_dict(state)
 
     def ledger(self) -> "FullLedger":
-        return FullLedger(self.optimizer.groups.traffic)
+        return FullLedger(self.optimizer.communicators.traffic)
 
     def held(self) -> dict[str, int]:
         holdings = self.optimizer.holdings()
-        dealt = {m.param for flat in self.optimizer.parts.flats for m in flat.members}
+        dealt = {m.param for flat in self.optimizer.sharded.flats for m in flat.members}
         frozen = [p.detach() for p in self.engine.module.parameters() if p not in dealt]
         holdings["parameters"] = [*holdings["parameters"], *frozen]
         return {kind: held(tensors) for kind, tensors in holdings.items()}

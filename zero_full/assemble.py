@@ -200,29 +200,31 @@ def assemble(
     device = deferred.device
     separate = settings.overlap or device.type != "cpu"  # accelerators queue all work, always
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
-    groups = connect(topology, settings, connection)
-    if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
+    communicators = connect(topology, settings, connection)
+    if communicators.dense.shard.size > 1 or (
+        communicators.expert is not None and communicators.expert.shard.size > 1
+    ):
         check_elementwise(base, settings.allow_untested)
-    check_backend(base, groups, device)
+    check_backend(base, communicators, device)
     deferred.check_optimizer_parameters(base.param_groups)
-    deferred.exchange_random_states(groups.dense)
-    if groups.expert is not None and deferred.parameters:
+    deferred.exchange_random_states(communicators.dense)
+    if communicators.expert is not None and deferred.parameters:
         raise ValueError("experts have different values on each rank. Construct them without Init")
     param_store = _open_param_store(settings, device, topology)
-    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, param_store)
+    dealer = Dealer(base.param_groups, topology, communicators, settings, deferred.parameters, param_store)
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=(open_tier or _opened)(base, dealer, drafts, device))
-    parts = dealer.deal(drafts)
+    sharded = dealer.deal(drafts)
     if this_rank() == 0:
         warn_of_share(drafts, settings)
-        warn_of_parameters(parts, settings)
+        warn_of_parameters(sharded, settings)
     if deferred.parameters:
-        attempt(partial(deferred.run_replay, parts.fill), topology)
-        deferred.broadcast_differences(parts.fill)
-    place_the_rest(model, parts, topology, groups, settings)
-    optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler, accumulation)
+        attempt(partial(deferred.run_replay, sharded.fill), topology)
+        deferred.broadcast_differences(sharded.fill)
+    place_the_rest(model, sharded, topology, communicators, settings)
+    optimizer = ZeroOptimizer(base, model, sharded, communicators, settings, prepared.scaler, accumulation)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
-    optimizer.state_dict_guards = guard(model) if parts.sites or is_behind else []
+    optimizer.state_dict_guards = guard(model) if sharded.sites or is_behind else []
     optimizer.hooks.append(DdpCheck(model))
     for path in deferred.weights:
         load_weights(model, optimizer, path)

@@ -116,7 +116,7 @@ def initialize(
     if training_data is not None:
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
-    device = wrapped.groups.dense.shard.device
+    device = wrapped.communicators.device
     plan = partial(_planned, model, wrapped, checked, data_ranks)
     engine = kind(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
     if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise
@@ -132,7 +132,7 @@ def _planned(model: nn.Module, wrapped: ZeroOptimizer, config: Config, world: in
     """Return the bytes of a plan of this run, by the kinds of the ledger. For an out-of-memory error only."""
     from zero_full.plan import plan  # an ordinary run needs none
 
-    base, device = wrapped.base, wrapped.groups.dense.shard.device
+    base, device = wrapped.base, wrapped.communicators.device
     name = type(base).__name__
     if config.optimizer is None or config.optimizer.type.lower() != name.lower():  # passed to initialize
         params = {key: base.defaults[key] for key in ("momentum", "amsgrad") if base.defaults.get(key)}

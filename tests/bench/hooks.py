@@ -113,7 +113,7 @@ class Hooked(Alone):
 
     def __init__(self) -> None:
         super().__init__()
-        group_of = {m.param: group for group in self.optimizer.parts.groups for m in group.members}
+        group_of = {m.param: group for group in self.optimizer.sharded.groups for m in group.members}
         layers = enumerate(self.model.layers)
         sites = [Site(str(n), layer, UnitState([group_of[layer.weight]])) for n, layer in layers]
         reducer = self.optimizer.reducer

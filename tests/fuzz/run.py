@@ -313,9 +313,9 @@ def _collect(case: Case, engine: Any, shown: Shown) -> None:
     state = engine.module_state_dict()
     shown.values = {_name(case, name): state[name] for name, _ in engine.module.named_parameters()}
     mine = engine.optimizer.state
-    asked = engine.optimizer.groups.everyone  # whose ranks have this parameter
+    asked = engine.optimizer.communicators.everyone  # whose ranks have this parameter
     if case.is_pipeline:
-        asked = [each for each in asked if each is not engine.optimizer.groups.pipe]
+        asked = [each for each in asked if each is not engine.optimizer.communicators.pipe]
     for name, p in named.items():
         master = zero_full.safe_get_full_fp32_param(p)
         if master is not None:

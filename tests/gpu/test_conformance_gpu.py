@@ -53,7 +53,7 @@ def trained(comm: Any, place: str, stage: int, precision: str) -> list[Parameter
             engine, optimizer, _, _ = zero_full.initialize(
                 model=Net().to(device), config=config(stage, **keys)
             )
-        used = [each.transport for each in optimizer.groups.communicators if each.size > 1]
+        used = [each.transport for each in optimizer.communicators.all if each.size > 1]
         assert {transport.name for transport in used} == {"host staging"}
         dtype = next(engine.module.parameters()).dtype
         for step in range(STEPS):

@@ -84,12 +84,12 @@ def cost_of_a_step(stage: int, keys: Mapping[str, Any]) -> tuple[int, int]:
             topology=Topology(data=FakeGroup(range(2), 0)),
             dist_init_required=False,
         )
-        dtype = optimizer.parts.flats[0].dtype
+        dtype = optimizer.sharded.flats[0].dtype
         for _ in range(STEPS):
             x = torch.full((2, WIDTH), 0.1, dtype=dtype, device=DEVICE)
             engine.backward(engine(x).float().square().mean())
             with Costs() as costs:
                 optimizer.step()
             optimizer.zero_grad()
-        owned = sum(group.layout.shard for group in optimizer.trained)
+        owned = sum(group.layout.shard_numel for group in optimizer.trained)
     return costs.operations.total(), round(costs.nbytes.total() / owned)

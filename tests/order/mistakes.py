@@ -102,7 +102,11 @@ def launch_reading_late(self: GradientReducer, group: TrainedGroup) -> None:
     self.launched.add(group)
     producers = self.producers.get(group, [])
     job = partial(
-        group.gradients.reduce, group.gradients.detach(), self._wire(group), self.backward.is_boundary, True
+        group.gradients.reduce,
+        group.gradients.detach(),
+        self._message_dtype(group),
+        self.backward.is_boundary,
+        True,
     )
     pending: Any = self.lane.submit(job, [], producers)
     pending.kept.extend(group.gradients.device_memory())
@@ -196,7 +200,7 @@ def loading(engine: zero_full.Engine, step: int) -> None:
     with torch.enable_grad():
         one_step(engine, step)
     state = engine.optimizer.state_dict()
-    loss = engine(data(step, 9, engine.optimizer.parts.flats[0].dtype))
+    loss = engine(data(step, 9, engine.optimizer.sharded.flats[0].dtype))
     for key, each in state["tensors"].items():
         if key.startswith("parameters/"):
             each["values"].mul_(0.5)

@@ -21,7 +21,7 @@ Drive = Callable[[zero_full.Engine, int], None]
 
 def one_step(engine: zero_full.Engine, step: int) -> None:
     """Forward, backward, step."""
-    dtype = engine.optimizer.parts.flats[0].dtype
+    dtype = engine.optimizer.sharded.flats[0].dtype
     for micro in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(data(step, micro, dtype)))
         engine.step()

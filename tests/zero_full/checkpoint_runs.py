@@ -117,7 +117,7 @@ def everything(engine: zero_full.Engine) -> dict[str, Any]:
         found[name] = zero_full.safe_get_full_fp32_param(param)
         keys = [k for p, s in engine.optimizer.state.items() if p is param for k in s]
         known = sorted(
-            {k for each in engine.optimizer.groups.dense.gather_objects(keys, "keys") for k in each}
+            {k for each in engine.optimizer.communicators.dense.gather_objects(keys, "keys") for k in each}
         )
         for key in known:
             found[f"{key} of {name}"] = zero_full.safe_get_full_optimizer_state(param, key)

@@ -253,7 +253,7 @@ def soon(seed: int) -> set[Case]:
 def most_in_buffers(optimizer: Any) -> list[int]:
     """Bytes in buffers for parameters, whenever one is taken from now on."""
     sizes: list[int] = []
-    param_store = optimizer.parts.param_store
+    param_store = optimizer.sharded.param_store
     if isinstance(param_store, NvmeParamStore):
         take, alive = param_store.buffers.take, WeakSet[Buffer]()
 
@@ -275,15 +275,15 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     buffers = most_in_buffers(optimizer)
     steps = 3 if isinstance(optimizer.settings.tier, OpenNvmeTier) else 2  # the first ones write all state
     for _ in range(steps):
-        optimizer.groups.traffic.clear()
+        optimizer.communicators.traffic.clear()
         before = engine.moved()
         for micro in reversed(range(engine.gradient_accumulation_steps())):
             engine.set_gradient_accumulation_boundary(micro == 0)
             engine.backward(engine(torch.randn(5, WIDTH)))
         optimizer.step()
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
-        found["sent"] = optimizer.groups.traffic.total()
-        for flat in optimizer.parts.flats:
+        found["sent"] = optimizer.communicators.traffic.total()
+        for flat in optimizer.sharded.flats:
             assert flat.shard.numel(), "which waits for what is being written"
         moved = {way: size - before.get(way, 0) for way, size in engine.moved().items()}
         optimizer.zero_grad()
@@ -295,17 +295,17 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     found["master"] = held(beside)
     found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
-    tier, param_store = optimizer.settings.tier, optimizer.parts.param_store
+    tier, param_store = optimizer.settings.tier, optimizer.sharded.param_store
     found["disk"] = (
         sum(each.padded_size for each in tier.blocks.values()) if isinstance(tier, OpenNvmeTier) else 0
     )
     found["disk"] += param_store.file.size if isinstance(param_store, NvmeParamStore) else 0
     for way, words in {"read": "read from disk", "written": "written to disk"}.items():
         found[way] = moved.get(words, 0) + moved.get(f"parameters {way}", 0)
-    flat = {member.param for values in optimizer.parts.flats for member in values.members}
+    flat = {member.param for values in optimizer.sharded.flats for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
-    transports = [each.transport for each in optimizer.groups.communicators]
+    transports = [each.transport for each in optimizer.communicators.all]
     found["communication"] = sum(t.windows[0].nbytes for t in transports if isinstance(t, SharedMemory))
     found["in buffers"] = max(buffers, default=0)
     engine.save_checkpoint(folder, asynchronous=True)

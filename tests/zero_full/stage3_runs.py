@@ -65,7 +65,7 @@ def stage3(**zero: Any) -> dict[str, Any]:
 
 def one_step(engine: zero_full.Engine, step: int, rank: int) -> float:
     """Forward, backward, step."""
-    dtype = engine.optimizer.parts.flats[0].dtype
+    dtype = engine.optimizer.sharded.flats[0].dtype
     for micro in range(engine.gradient_accumulation_steps()):
         loss = engine(data(step, micro, rank, dtype))
         engine.backward(loss)
@@ -95,7 +95,7 @@ def played(
     engine, optimizer, _, _ = zero_full.initialize(model=seeded(make), config=dict(keys))
     torch.manual_seed(comm.rank)
     losses = [play(engine, step, comm.rank) for step in range(steps)]
-    units = [values for values in optimizer.parts.flats if values.released_at_rest]
+    units = [values for values in optimizer.sharded.flats if values.released_at_rest]
     assert not any(values.users or values.full.untyped_storage().nbytes() for values in units)
     found = Played(engine.module_state_dict(), losses, engine.traffic(), len(units))
     engine.destroy()

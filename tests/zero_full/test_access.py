@@ -130,14 +130,14 @@ def write_in_place(comm: Any, stage: int, kind: str, keys: dict[str, Any]) -> li
     for step in range(3):
         if step == 2:
             window = zero_full.safe_get_local_fp32_param(weight)
-        place = engine.optimizer.parts.places[weight][0].master.pieces
+        place = engine.optimizer.sharded.places[weight][0].master.pieces
         mine = [piece.param_range for member, piece in place.items() if member.param is weight]
         assert window is not None
         window.copy_((numbers + step).view(-1)[slice(*mine[0])] if mine else window)
         if step == 2 and stage == 3:
             with zero_full.GatheredParameters([weight], modifier_rank=0):
                 assert (weight - numbers - step).abs().max() <= 0.01
-        dtype = next(iter(engine.optimizer.parts.flats)).dtype
+        dtype = next(iter(engine.optimizer.sharded.flats)).dtype
         engine.backward(engine(data(step, 0, comm.rank, dtype)))
         engine.step()
         found.append(zero_full.safe_get_full_fp32_param(weight))

@@ -242,7 +242,7 @@ def by_which(comm: Any, off: str) -> tuple[list[str], dict[str, Tensor]]:
         model(data(step, 0, comm.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    names = [c.transport.name for c in optimizer.groups.communicators if c.transport is not None]
+    names = [c.transport.name for c in optimizer.communicators.all if c.transport is not None]
     with zero_full.GatheredParameters(list(model.parameters())):
         found = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.close(gather=False)

@@ -487,13 +487,13 @@ def planned_and_held(comm: Any, cases: Sequence[tuple[int, str]]) -> list[Any]:
         plan = zero_full.plan.plan(cut(Model(), mesh["tensor"]), keys, 2, device="cpu")
         engine, *_ = zero_full.initialize(model=cut(Model(), mesh["tensor"]), config=keys, mesh=mesh)
         train(engine, comm.rank // 2, dtype=torch.bfloat16)
-        traffic = engine.optimizer.groups.traffic
+        traffic = engine.optimizer.communicators.traffic
         before = traffic.total()
         engine.backward(engine(batch(9, 0, comm.rank // 2).bfloat16()))
         gradients = bytes_behind(engine.optimizer.holdings()["gradients"])
         engine.step()
         held = engine.optimizer.holdings()
-        whole = [p for p in engine.module.parameters() if p not in engine.optimizer.parts.places]
+        whole = [p for p in engine.module.parameters() if p not in engine.optimizer.sharded.places]
         frozen = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in whole)
         state = bytes_behind(held["optimizer"]), gradients, traffic.total() - before
         told = plan.master + plan.moments, plan.gradients, plan.sent, plan.parameters

@@ -131,7 +131,7 @@ def test_a_recording_may_begin_and_end_in_the_middle_of_a_step(tmp_path: Path) -
     with engine.record(tmp_path / "new folder" / "a.json", steps=1) as recorder:
         engine.backward(loss)
         engine.step()
-    assert recorder.closed and engine.optimizer.groups.traffic.listener is None
+    assert recorder.closed and engine.optimizer.communicators.traffic.listener is None
     frames = json.loads((tmp_path / "new folder" / "a.json").read_text())["frames"]
     assert [frame["what"] for frame in frames] == ["backward"]  # of a forward nobody knows the beginning
     assert not folders_of(tmp_path / "new folder" / "a.json")
@@ -231,7 +231,7 @@ def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path) -> None:
     for path in (tmp_path / "file" / "a.json", tmp_path):
         with pytest.raises(OSError):
             engine.record(path)
-    assert engine.optimizer.groups.traffic.listener is None and engine.recorder is None
+    assert engine.optimizer.communicators.traffic.listener is None and engine.recorder is None
     with pytest.raises(ValueError, match="at least 1, not 0"):
         engine.record(tmp_path / "a.json", steps=0)
     train(engine)

@@ -126,7 +126,7 @@ def functions_entered(call: Callable[[], Any]) -> list[str]:
 def chosen(comm: Any, shared: bool) -> list[Any]:
     """How many units each size of the free memory keeps; and functions entered by a call of `generate`."""
     engine = engine_of(3, "bf16")
-    units = [group.parameters for group in engine.optimizer.parts.groups]
+    units = [group.parameters for group in engine.optimizer.sharded.groups]
     whole, found = sum(unit.full.nbytes for unit in units), list[Any]()
     planned = config(3, zero_optimization=RELEASED, bf16={"enabled": True})
     assert plan(Language(), planned, 2).whole == whole
@@ -158,7 +158,7 @@ def test_memory_that_nobody_names_is_chosen_alike_and_whole_parameters_cost_no_f
 def of_two_engines(comm: Any) -> list[tuple[int, int, int]]:
     """Free bytes at the beginning, and the bytes that each of two nested engines keeps gathered."""
     engines = [engine_of(3, "bf16") for _ in range(2)]
-    units = [[group.parameters for group in engine.optimizer.parts.groups] for engine in engines]
+    units = [[group.parameters for group in engine.optimizer.sharded.groups] for engine in engines]
 
     def kept(number: int) -> int:
         return sum(unit.full.nbytes for unit in units[number] if unit.users)

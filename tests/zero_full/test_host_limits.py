@@ -170,11 +170,11 @@ def seen(comm: Any, place: str, keys: dict[str, Any]) -> tuple[Any, int, int, in
     ):
         engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=given)
         in_file = (
-            optimizer.parts.param_store.file.size
-            if isinstance(optimizer.parts.param_store, NvmeParamStore)
+            optimizer.sharded.param_store.file.size
+            if isinstance(optimizer.sharded.param_store, NvmeParamStore)
             else 0
         )
-        dtype = next(p.dtype for flat in optimizer.parts.flats for p in [flat.shard])
+        dtype = next(p.dtype for flat in optimizer.sharded.flats for p in [flat.shard])
         for step in range(4):
             engine.backward(engine(data(step, 0, comm.rank, dtype)))
             engine.step()

@@ -128,7 +128,7 @@ def locked(
         mock.patch.object(HostTier, "locks", lambda self, device: locks(self, CUDA)),
     ):
         engine, optimizer, *_ = zero_full.initialize(model=model_of(place), config=given)
-        dtype = optimizer.parts.flats[0].dtype
+        dtype = optimizer.sharded.flats[0].dtype
         for _ in range(STEPS):
             engine.backward(engine(torch.randn(5, WIDTH).to(dtype)))
             engine.step()

@@ -192,7 +192,7 @@ def registers_inside(comm: Any) -> list[int]:
     for _ in range(3):
         engine.backward(engine(torch.ones(2, WIDTH)))
         engine.step()
-        users += [group.parameters.users for group in engine.optimizer.parts.trained]
+        users += [group.parameters.users for group in engine.optimizer.sharded.trained]
     handle.remove()
     assert is_released(first.weight) and not engine.optimizer.gatherer.live
     return users

@@ -96,8 +96,8 @@ def test_slices_are_equal_side_by_side_and_multiples_of_what_all_ranks_need(layo
     slices = [layout.slice_of(rank) for rank in range(layout.world)]
     assert slices[0].start == 0 and slices[-1].stop == layout.total
     assert all(left.stop == right.start for left, right in pairwise(slices))
-    assert {s.stop - s.start for s in slices} == {layout.shard}
-    assert layout.shard % (layout.alignment * layout.copies) == 0
+    assert {s.stop - s.start for s in slices} == {layout.shard_numel}
+    assert layout.shard_numel % (layout.alignment * layout.copies) == 0
 
 
 @given(LAYOUTS)
@@ -124,7 +124,7 @@ def test_padding_is_what_belongs_to_nobody_and_less_than_each_reason_for_it_allo
 def test_without_alignment_padding_is_that_of_the_division_alone(numel: int, world: int) -> None:
     layout = FlatLayout((numel,), world)
     assert layout.total - numel == -numel % world
-    assert layout.shard == -(-numel // world)
+    assert layout.shard_numel == -(-numel // world)
 
 
 def test_empty_parameters_have_a_place_and_no_owner() -> None:
@@ -132,7 +132,7 @@ def test_empty_parameters_have_a_place_and_no_owner() -> None:
     assert [f.index for _, f in pieces(layout)] == [1, 1]
     assert layout.windows[2] == slice(5, 5)
     for nothing in (FlatLayout((), world=3), FlatLayout((0, 0), world=3, alignment=8, copies=2)):
-        assert (nothing.shard, nothing.total, pieces(nothing)) == (0, 0, [])
+        assert (nothing.shard_numel, nothing.total, pieces(nothing)) == (0, 0, [])
 
 
 def test_a_world_larger_than_the_parameter_leaves_ranks_with_padding_only() -> None:

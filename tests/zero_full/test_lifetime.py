@@ -23,7 +23,9 @@ def traces_of_a_step(model: nn.Module, stage: int, destroy: bool) -> list["weakr
     engine.step()
     if destroy:
         engine.destroy()
-    return [weakref.ref(each) for each in (optimizer, optimizer.trained[0], optimizer.groups.dense.shard)]
+    return [
+        weakref.ref(each) for each in (optimizer, optimizer.trained[0], optimizer.communicators.dense.shard)
+    ]
 
 
 @pytest.mark.parametrize("destroy", [True, False], ids=["destroyed", "dropped"])

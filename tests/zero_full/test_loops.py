@@ -92,7 +92,7 @@ def without_sync(comm: Any, stage: int) -> tuple[dict[str, Tensor], int]:
     model, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(stage))
     for step in range(4):
         optimizer.zero_grad()
-        model.optimizer.groups.traffic.clear()
+        model.optimizer.communicators.traffic.clear()
         with model.no_sync():
             for micro in range(2):
                 (model(data(step, micro, comm.rank)) / 3).backward()

@@ -149,7 +149,7 @@ class Trained:
 
     def step(self, number: int) -> float:
         """One step on this rank's data."""
-        dtype = self.engine.optimizer.parts.flats[0].dtype
+        dtype = self.engine.optimizer.sharded.flats[0].dtype
         loss = self.engine(data(number, 0, self.rank, dtype))
         self.engine.backward(loss)
         self.engine.step()
@@ -202,7 +202,7 @@ def most_gathered(comm: Any, ahead: int) -> list[int]:
         def counted(self: FlatParameters, lane: Lane, exactly: bool = False) -> None:
             begin(self, lane, exactly)
             if not run.engine.optimizer.reducer.backward.running:
-                flats = run.engine.optimizer.parts.flats
+                flats = run.engine.optimizer.sharded.flats
                 most[-1] = max(most[-1], sum(flat.state is not GatherState.SHARDED for flat in flats))
 
         with mock.patch.object(FlatParameters, "begin_gather", counted):
@@ -324,7 +324,7 @@ def interrupted(comm: Any) -> Any:
     broken = block.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("on purpose")))
     with pytest.raises(ValueError, match="on purpose"):
         run.step(2)
-    flats = run.engine.optimizer.parts.flats
+    flats = run.engine.optimizer.sharded.flats
     released = all(flat.state is GatherState.SHARDED for flat in flats)
     broken.remove()
     losses.append(run.step(2))
@@ -345,7 +345,7 @@ def interrupted_in(comm: Any, place: str, messages: bool) -> Any:
 
     run = Trained(comm, 3, messages)
     run.step(0)
-    block, flats = run.engine.module.blocks[3], run.engine.optimizer.parts.flats
+    block, flats = run.engine.module.blocks[3], run.engine.optimizer.sharded.flats
     hooks = {"forward": block.register_forward_pre_hook, "backward": block.register_full_backward_pre_hook}
     hook = hooks[place](interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -376,7 +376,7 @@ def waits_again(comm: Any, messages: bool) -> tuple[bool, bool]:
     job = Posted if messages else type(run.engine.optimizer.lane.submit(list, [], []))
     with mock.patch.object(job, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.engine(data(1, 0, comm.rank))
-    under_way = [f for f in run.engine.optimizer.parts.flats if f.state is GatherState.GATHERING]
+    under_way = [f for f in run.engine.optimizer.sharded.flats if f.state is GatherState.GATHERING]
     for flat in under_way:
         flat.finish_gather()
     members = [member for flat in under_way for member in flat.members]

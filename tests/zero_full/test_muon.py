@@ -94,7 +94,7 @@ def told(comm: Any, run: Run) -> tuple[dict[str, Counter[str]], int, int, int]:
         calls.append(1)
         travel(*given)
 
-    engine.optimizer.groups.traffic.clear()
+    engine.optimizer.communicators.traffic.clear()
     with (
         mock.patch.object(Orthogonal, "of_whole", noted),
         mock.patch.object(Communicator, "all_to_all_uneven", counted),

@@ -29,13 +29,13 @@ def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
 
 
 def shelf_of(engine: Any) -> NvmeParamStore:
-    param_store = engine.optimizer.parts.param_store
+    param_store = engine.optimizer.sharded.param_store
     assert isinstance(param_store, NvmeParamStore)
     return param_store
 
 
 def slices_of(engine: Any) -> list[NvmeParamSlice]:
-    return [flat.slice for flat in engine.optimizer.parts.flats]
+    return [flat.slice for flat in engine.optimizer.sharded.flats]
 
 
 def settle(engine: Any) -> None:
@@ -45,7 +45,7 @@ def settle(engine: Any) -> None:
 
 
 def go(engine: Any, *steps: int, rank: int = 0) -> None:
-    dtype = engine.optimizer.parts.flats[0].dtype
+    dtype = engine.optimizer.sharded.flats[0].dtype
     for step in steps:
         engine.backward(engine(data(step, 0, rank, dtype)))
         engine.step()
@@ -70,7 +70,7 @@ def bytes_moved(comm: Any, path: str, keys: dict[str, Any]) -> None:
     holdings = engine.optimizer.holdings()
     assert not holdings["parameters"], "nothing is gathered"
     assert sum(t.numel() for t in holdings["disk"]) == sum(
-        f.layout.shard for f in engine.optimizer.parts.flats
+        f.layout.shard_numel for f in engine.optimizer.sharded.flats
     )
     engine.destroy()
 
@@ -265,7 +265,7 @@ def test_what_is_written_after_it_was_read_ahead_counts(tmp_path: Path) -> None:
         last = engine.module.blocks[7].up.weight
 
         def write(module: Any, inputs: Any, engine: Any = engine, last: Tensor = last) -> None:
-            if engine.optimizer.parts.param_store.is_offloaded:
+            if engine.optimizer.sharded.param_store.is_offloaded:
                 assert slices_of(engine)[0].reading is not None, "the last unit's is the first"
             zero_full.safe_set_full_fp32_param(last, torch.full(last.shape, 0.125))
 

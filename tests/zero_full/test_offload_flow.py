@@ -138,13 +138,13 @@ def copied(comm: Any, stage: int, precision: str, micro: int) -> tuple[dict[str,
     """Bytes that were copied in a third step, as counted where copies are made, and by the ledger."""
     with slow_copies() as copies:
         engine = engine_of(stage, **KEYS[precision] | {"gradient_accumulation_steps": micro})
-        ledger = engine.optimizer.parts.copy_threads.copied
+        ledger = engine.optimizer.sharded.copy_threads.copied
         for step in range(3):
             copies.done.clear()
             ledger.clear()
             one_step(engine, step, comm.rank)
         made = {way: sum(c.nbytes for c in copies.done if c.way == way) for way in ("down", "up")}
-        owned = sum(group.layout.shard for group in engine.optimizer.trained)
+        owned = sum(group.layout.shard_numel for group in engine.optimizer.trained)
         told = engine.moved() | {"owned": owned}
         engine.destroy()
     return made, told
@@ -224,7 +224,7 @@ def interrupted(comm: Any, stage: int) -> list[str]:
             engine.backward(loss)
         handle.remove()
         engine.optimizer.zero_grad()
-        assert not engine.optimizer.parts.copy_threads.under_way
+        assert not engine.optimizer.sharded.copy_threads.under_way
         engine.backward(engine(data(1, 0, comm.rank)))
         engine.destroy()
         made = len(copies.done)
@@ -248,7 +248,7 @@ def test_an_engine_that_nobody_holds_is_freed_with_what_copies(stage: int) -> No
     def traces() -> list["weakref.ref[Any]"]:
         engine = engine_of(stage, gradient_accumulation_steps=2)
         one_step(engine, 0, 0)
-        return [weakref.ref(each) for each in (engine.optimizer, engine.optimizer.parts.copy_threads)]
+        return [weakref.ref(each) for each in (engine.optimizer, engine.optimizer.sharded.copy_threads)]
 
     with slow_copies(SLOW):
         found = traces()

@@ -83,7 +83,7 @@ def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict
     model = seeded(Tall)
     listed = [p for name, p in model.named_parameters() if not name.startswith("blocks.1.")]
     engine = zero_full.initialize(model=model, model_parameters=listed, config=keys)[0]
-    dtype = engine.optimizer.parts.flats[0].dtype
+    dtype = engine.optimizer.sharded.flats[0].dtype
 
     def go(step: int) -> None:
         for micro in range(engine.gradient_accumulation_steps()):
@@ -247,10 +247,10 @@ def test_parameters_that_do_not_wait_where_they_were_to_are_told(
 
 def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
     engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
-    engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.parts.flats[0].dtype)))
+    engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.sharded.flats[0].dtype)))
     engine.step()
     held = {kind: sum(t.nbytes for t in some) for kind, some in engine.optimizer.holdings().items()}
-    held["file"] = engine.optimizer.parts.param_store.file.size
+    held["file"] = engine.optimizer.sharded.param_store.file.size
     engine.destroy()
     return held
 

@@ -175,7 +175,7 @@ def coalesced(comm: Any, stage: int, micro_batches: int) -> bool:
 
 def reduced(engine: Any) -> int:
     """The bytes of gradients that this rank has sent."""
-    sent = engine.optimizer.groups.traffic.sent
+    sent = engine.optimizer.communicators.traffic.sent
     return int(sum(n for kind, n in sent.items() if kind.startswith(("reduce_scatter", "all_reduce"))))
 
 

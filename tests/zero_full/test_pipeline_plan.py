@@ -123,14 +123,14 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, Any]:
         engine, optimizer, *_ = zero_full.initialize(model=case.module(), config=config_of(case))
         WATCHED[:] = [watcher := Watched(engine, ledger)]
         for _ in range(3):
-            optimizer.groups.traffic.clear()
+            optimizer.communicators.traffic.clear()
             before = engine.moved()
             watcher.begin()
             engine.train_batch((words.clone(), words.clone()) for _ in range(MICRO_BATCHES))
     found: dict[str, Any] = {
         kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"
     }
-    found["gradients"], found["sent"] = watcher.gradients, optimizer.groups.traffic.total()
+    found["gradients"], found["sent"] = watcher.gradients, optimizer.communicators.traffic.total()
     moved = {way: size - before.get(way, 0) for way, size in engine.moved().items()}
     found["master"] = held(
         g.master.values for g in optimizer.trained if g.master.is_separate and not g.master.tier.is_offloaded
@@ -140,13 +140,11 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, Any]:
     tier = optimizer.settings.tier
     found["disk"] = sum(e.padded_size for e in tier.blocks.values()) if isinstance(tier, OpenNvmeTier) else 0
     found["read"], found["written"] = (moved.get(f"{way} disk", 0) for way in ("read from", "written to"))
-    flat = {member.param for values in optimizer.parts.flats for member in values.members}
+    flat = {member.param for values in optimizer.sharded.flats for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
     windows = [
-        e.transport.windows[0]
-        for e in optimizer.groups.communicators
-        if isinstance(e.transport, SharedMemory)
+        e.transport.windows[0] for e in optimizer.communicators.all if isinstance(e.transport, SharedMemory)
     ]
     found["communication"] = sum(window.nbytes for window in windows)
     found["received"] = held(buffers_of(engine))

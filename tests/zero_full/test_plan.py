@@ -114,7 +114,7 @@ def passing(comm: Any, models: Sequence[nn.Module], given: dict[str, Any]) -> li
         engine, optimizer, _, _ = zero_full.initialize(model=model, config=dict(given))
         watch = TrackerOfValues()
         for step in range(3):
-            watch.begin(flat.full for flat in optimizer.parts.flats if flat.released_at_rest)
+            watch.begin(flat.full for flat in optimizer.sharded.flats if flat.released_at_rest)
             for micro in reversed(range(engine.gradient_accumulation_steps())):
                 engine.set_gradient_accumulation_boundary(micro == 0)
                 called.clear()

@@ -125,7 +125,7 @@ def peak(name: str, stage: int, micro_batches: int, keys: dict[str, Any]) -> int
         )
         for group in optimizer.trained:
             group.gradients.reuses_memory = False
-        for flat in optimizer.parts.flats:
+        for flat in optimizer.sharded.flats:
             if flat.released_at_rest:
                 alive.resizes(flat.full)
         for _ in range(3):

@@ -31,7 +31,7 @@ def ranges(comm: Any, stage: int, folder: str) -> list[Counter[str]]:
         names = (event.name for event in profiler.events() if event.name.startswith("zero_full "))
         found.append(Counter(name.removeprefix("zero_full ").partition(" of ")[0] for name in names))
     step()  # the profiler has ended, and the recorder has not
-    assert engine.optimizer.groups.traffic.listener is engine.recorder is not None
+    assert engine.optimizer.communicators.traffic.listener is engine.recorder is not None
     assert isinstance(engine.optimizer.named_range("update"), nullcontext)
     engine.destroy()
     return found

@@ -242,7 +242,7 @@ def test_7985_after_a_step_there_are_no_gradients() -> None:
 def muted(comm: Any, stage: int) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
     """Accumulation under no_sync, with the engine's calls; and what the quiet part and the step have sent."""
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(stage))
-    traffic = optimizer.groups.traffic
+    traffic = optimizer.communicators.traffic
     for step in range(4):
         traffic.clear()
         with engine.no_sync():

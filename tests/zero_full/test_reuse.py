@@ -46,7 +46,7 @@ def units_of(comm: Any, joined: int) -> list[int]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     engine, *_ = zero_full.initialize(model=Reuse(Case(joined=joined)), config=config)
-    return [len(group.members) for group in engine.optimizer.parts.trained]
+    return [len(group.members) for group in engine.optimizer.sharded.trained]
 
 
 @pytest.mark.parametrize(("joined", "sizes"), [(0, [1] * 8), (4, [1, 4, 4]), (8, [1, 8])])
@@ -93,7 +93,7 @@ def launch_and_take_later(self: GradientReducer, group: TrainedGroup) -> None:
 
     def job() -> None:
         taken = gradients.detach() if at_once is None else at_once
-        gradients.reduce(taken, self._wire(group), self.backward.is_boundary, True)
+        gradients.reduce(taken, self._message_dtype(group), self.backward.is_boundary, True)
 
     self.pending.append(self.lane.submit(job, [], []))
 

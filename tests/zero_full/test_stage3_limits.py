@@ -67,7 +67,7 @@ def peaks(
     def begin_and_look(values: Any) -> None:
         nonlocal most
         begin(values)
-        held = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.parts.flats) // 4
+        held = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.sharded.flats) // 4
         assert held == gatherer.live == sum(v.layout.total for v in gatherer.gathered)
         most = max(most, held)
 
@@ -87,7 +87,7 @@ def peaks(
         assert gatherer.live == 0
         engine.step()
         assert gatherer.live == 0
-        assert not any(v.full.untyped_storage().nbytes() for v in engine.optimizer.parts.flats)
+        assert not any(v.full.untyped_storage().nbytes() for v in engine.optimizer.sharded.flats)
     return found
 
 
@@ -186,7 +186,7 @@ def sent(comm: Any, zero: dict[str, Any], micro_batches: int, make: Any = Rooted
     """Bytes that this rank sends in each of three steps."""
     engine, found = engine_of(make, zero, gradient_accumulation_steps=micro_batches), []
     for step in range(3):
-        engine.optimizer.groups.traffic.clear()
+        engine.optimizer.communicators.traffic.clear()
         one_step(engine, step, comm.rank)
         found.append(sum(engine.traffic().values()))
     return found
@@ -232,7 +232,7 @@ class Deep(nn.Module):
 def seconds_per_step(comm: Any, depth: int, joined: bool) -> float:
     keys = RELEASED if joined else {**RELEASED, "stage3_prefetch_bucket_size": 0}
     engine = engine_of(partial(Deep, depth), keys)
-    units = sum(values.released_at_rest for values in engine.optimizer.parts.flats)
+    units = sum(values.released_at_rest for values in engine.optimizer.sharded.flats)
     assert units < 12 if joined else units == depth
     taken = []
     for _ in range(2):  # the first makes what all keep

@@ -45,7 +45,7 @@ def compiled(
         else:
             model.blocks[number] = torch.compile(block, backend=backend)
     engine = engine or zero_full.initialize(model=model, config=keys)[0]
-    assert stage == 2 or sum(values.released_at_rest for values in engine.optimizer.parts.flats) == 8
+    assert stage == 2 or sum(values.released_at_rest for values in engine.optimizer.sharded.flats) == 8
     losses = [one_step(engine, step, comm.rank) for step in range(3)]
     parameters = {k.replace("_orig_mod.", ""): v for k, v in engine.module_state_dict().items()}
     engine.destroy()
@@ -161,7 +161,7 @@ def held_of_frozen(comm: Any) -> tuple[int, int, int]:
     engine = engine_of(LoRA)
     one_step(engine, 0, comm.rank)
     kept = sum(t.untyped_storage().nbytes() for t in engine.optimizer.holdings()["parameters"])
-    by_formula = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.parts.flats)
+    by_formula = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.sharded.flats)
     units = [engine.module.embed, *engine.module.blocks]
     formula = 0
     for unit in units:

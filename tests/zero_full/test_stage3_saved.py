@@ -88,7 +88,7 @@ def fails_once(engine: zero_full.Engine, step: int, rank: int, where: str) -> fl
 
 def lacks_memory_once(engine: zero_full.Engine, step: int, rank: int) -> float:
     """Before every step there is a forward in which the last unit cannot be gathered."""
-    flat = engine.optimizer.parts.flats[-1]
+    flat = engine.optimizer.sharded.flats[-1]
     gathers = flat.gather_slices
     flat.gather_slices = mock.Mock(side_effect=torch.OutOfMemoryError)
     if flat.released_at_rest:
@@ -103,7 +103,7 @@ def groups_after_a_failed_end(comm: Any) -> int:
     """Process groups that stay open when `destroy(gather=True)` cannot gather."""
     before = len(torch.distributed.distributed_c10d._world.pg_map)
     engine = engine_of(Tower, stage3(overlap_comm=True))
-    engine.optimizer.parts.flats[-1].gather_slices = mock.Mock(side_effect=torch.OutOfMemoryError)
+    engine.optimizer.sharded.flats[-1].gather_slices = mock.Mock(side_effect=torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
         engine.destroy(gather=True)
     return len(torch.distributed.distributed_c10d._world.pg_map) - before
@@ -271,7 +271,7 @@ def generates(
     """Forwards of growing length between steps. (outputs, traffic meanwhile, losses, gathered after it)."""
     engine = engine_of(Tower, stage3(overlap_comm=overlap))
     losses, outputs = [one_step(engine, 0, comm.rank)], []
-    engine.optimizer.groups.traffic.clear()
+    engine.optimizer.communicators.traffic.clear()
     engine.eval()
     with (
         zero_full.GatheredParameters(list(engine.module.parameters()), enabled=gathered),
@@ -299,7 +299,7 @@ def test_generation_gathers_each_time_or_once_and_changes_nothing(overlap: bool)
 
 def poisoned(engine: zero_full.Engine, step: int, rank: int) -> float:
     """In the second step the last rank's data has an inf: nobody steps."""
-    x = data(step, 0, rank, engine.optimizer.parts.flats[0].dtype)
+    x = data(step, 0, rank, engine.optimizer.sharded.flats[0].dtype)
     if step == 1 and rank == 1:
         x[0, 0] = float("inf")
     loss = engine(x)

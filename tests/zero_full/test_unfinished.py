@@ -109,7 +109,7 @@ def start(stage: int, kind: str, **more: Any) -> Any:
 
 
 def one_pass(engine: Any, step: int, rank: int = 0) -> None:
-    engine.backward(engine(data(step, 0, rank, next(iter(engine.optimizer.parts.flats)).dtype)))
+    engine.backward(engine(data(step, 0, rank, next(iter(engine.optimizer.sharded.flats)).dtype)))
 
 
 def take(engine: Any, loop: str) -> None:

@@ -598,7 +598,7 @@ def untouched(comm: Any) -> None:
     assert all(group.master.changes is None for group in engine.optimizer.trained)
     held = sum(t.nbytes for t in engine.optimizer.holdings()["optimizer"])
     list(engine.weights(delta=True))
-    slices = sum(group.layout.shard for group in engine.optimizer.trained)
+    slices = sum(group.layout.shard_numel for group in engine.optimizer.trained)
     assert sum(t.nbytes for t in engine.optimizer.holdings()["optimizer"]) == held + slices // 8
     train_step(engine, 1, comm.rank)
     before = engine.metrics()["held"]["optimizer"]

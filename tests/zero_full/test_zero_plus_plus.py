@@ -107,7 +107,7 @@ def second_slices_at_the_end_of_forward(comm: Any) -> list[int]:
     torch.manual_seed(0)
     engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(zero_hpz_partition_size=2))
     engine(torch.randn(4, WIDTH).bfloat16())
-    kept = [values.node_copy.numel() for values in optimizer.parts.flats if values.node_copy is not None]
+    kept = [values.node_copy.numel() for values in optimizer.sharded.flats if values.node_copy is not None]
     engine.destroy()
     return kept
 
@@ -151,7 +151,7 @@ def groups_opened(comm: Any, zero: dict[str, Any]) -> tuple[int, int, int]:
     before = len(torch.distributed.distributed_c10d._world.pg_map)
     engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(**zero))
     opened = len(torch.distributed.distributed_c10d._world.pg_map) - before
-    used = len({id(each.group) for each in optimizer.groups.communicators if each.size > 1})
+    used = len({id(each.group) for each in optimizer.communicators.all if each.size > 1})
     engine.destroy()
     return opened, used, len(torch.distributed.distributed_c10d._world.pg_map) - before
 

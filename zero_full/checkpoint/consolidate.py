@@ -29,7 +29,7 @@ OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes that 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of an export."""
+    """What an export writes: dtype, parameters, and the size of its files."""
 
     dtype: torch.dtype | None = None
     exclude_frozen: bool = False

@@ -91,7 +91,7 @@ def load_checkpoint(
     attempt(async_saves_of(optimizer).wait)
     optimizer.finish_update()
     elsewhere = set[str]()  # names of other pipeline stages
-    if optimizer.groups.pipe is not None:
+    if optimizer.communicators.pipe is not None:
         everyones = attempt.agree([clean_name(name) for part in own_and_made(module) for name in part])
         elsewhere.update(*everyones.values())
 
@@ -158,15 +158,18 @@ class CheckpointLoad:
         self.own_tensors, self.made = own_and_made(module)
         self.named = {**self.own_tensors, **self.made}
         self.keys: dict[str, str] = {}  # keys of the module's tensors, by name
-        groups = optimizer.groups
-        self.ranks = prod(each.size for each in groups.everyone)
+        communicators = optimizer.communicators
+        self.ranks = prod(each.size for each in communicators.everyone)
         # Whether the world size is that of the save, so that ranks can load their private data.
         self.same_ranks = len(source.savers) == self.ranks and this_rank() in source.savers
-        pipe, about = 1 if groups.pipe is None else groups.pipe.size, source.shared.get("about", {})
+        pipe, about = (
+            1 if communicators.pipe is None else communicators.pipe.size,
+            source.shared.get("about", {}),
+        )
         self.same_ranks = self.same_ranks and about.get("pipeline_ranks", 1) == pipe
-        self.is_pipeline = groups.pipe is not None or "pipeline_ranks" in about
+        self.is_pipeline = communicators.pipe is not None or "pipeline_ranks" in about
         self.shared: Mapping[str, Any] = source.shared
-        tensor = 1 if groups.tensor is None else groups.tensor.size
+        tensor = 1 if communicators.tensor is None else communicators.tensor.size
         self.same_ranks = self.same_ranks and about.get("tensor_ranks", 1) == tensor
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
@@ -187,7 +190,7 @@ class CheckpointLoad:
         if self.with_state:
             self._check_state()
         self.values.check(self._chunks())
-        trained = {clean_name(member.name) for _, member in self.optimizer.parts.places.values()}
+        trained = {clean_name(member.name) for _, member in self.optimizer.sharded.places.values()}
         keys = {name: key for name, key in self.keys.items() if clean_name(name) not in trained}
         known = self.values.source_keys
         place = {name: known[key] for name, key in keys.items() if key in known}
@@ -212,7 +215,7 @@ class CheckpointLoad:
         """Match every tensor of the module with one of the source."""
         contents, excluded = self.optimizer.contents, set(self.source.shared.get("excluded", ()))
         names: dict[Tensor, list[str]] = {
-            param: [clean_name(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
+            param: [clean_name(member.name)] for param, (_, member) in self.optimizer.sharded.places.items()
         }
         for name, value in self.named.items():
             if isinstance(value, Tensor):
@@ -365,7 +368,7 @@ class CheckpointLoad:
 
     def _chunks(self) -> list[Chunk]:
         """Return the chunks to read, including new tensors for the optimizer state."""
-        contents, device = self.optimizer.contents, self.optimizer.groups.dense.shard.device
+        contents, device = self.optimizer.contents, self.optimizer.communicators.device
         first: dict[Tensor, str] = {}
         for name, tensor in self.own_tensors.items():
             first.setdefault(tensor, name)

@@ -89,11 +89,11 @@ def save_checkpoint(
     same = {"directory": str(place), "tag": tag, **asdict(options)}
     digests = {key: digest(chunk.values) for key, chunk in buffers.items()}
     mine = {"same": same, "nonce": secrets.token_hex(4), "buffers": digests}
-    groups = optimizer.groups
+    communicators = optimizer.communicators
     if (
-        groups.pipe is not None
+        communicators.pipe is not None
         and contents is not None
-        and groups.dense.shard.rank == groups.dense.replicas.rank == 0
+        and communicators.dense.shard.rank == communicators.dense.replicas.rank == 0
     ):
         mine["names"] = contents.names()  # of this rank's pipeline stages
     everyones = attempt.agree(mine)
@@ -106,7 +106,7 @@ def save_checkpoint(
     def begin() -> CheckpointSave:
         assert contents is not None  # else `agree` has raised
         kept = {name: each.state_dict() for name, each in extras.kept.items()}
-        schedule = {} if groups.pipe is None else stage_schedule(optimizer, extras.lr_scheduler)
+        schedule = {} if communicators.pipe is None else stage_schedule(optimizer, extras.lr_scheduler)
         plain = {
             "numbers": optimizer.contents.numbers(every=False),
             "private": {"random": rng_states(), "buffers": own, "kept": kept, **schedule},
@@ -128,7 +128,7 @@ def save_checkpoint(
         attempt.agree()
         assert save is not None
         if options.asynchronous:
-            saves.running = AsyncSave(save, longest_timeout(optimizer.groups.everyone))
+            saves.running = AsyncSave(save, longest_timeout(optimizer.communicators.everyone))
             return Path(directory) / tag
         attempt = Attempt(optimizer, CALL)
         rows = attempt.agree(attempt(save.write))
@@ -154,11 +154,11 @@ def about_of(
     names  of all pipeline stages, see `merged_names`; None: the module is the whole model
     """
     shapes = shapes_of(module) if names is None else sorted(names["shapes"])
-    pipe, tensor = optimizer.groups.pipe, optimizer.groups.tensor
+    pipe, tensor = optimizer.communicators.pipe, optimizer.communicators.tensor
     stages = {"pipeline_ranks": pipe.size} if pipe is not None else {}
     if tensor is not None:
         stages["tensor_ranks"] = tensor.size
-    dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.parts.flats})
+    dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.sharded.flats})
     return {
         "world_size": ranks,
         "stage": optimizer.settings.stage,
@@ -219,7 +219,7 @@ def stage_schedule(optimizer: ZeroOptimizer, scheduler: Any) -> dict[str, Any]:
 
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
     """Return the parameter names of each parameter group of the optimizer."""
-    places = optimizer.parts.places
+    places = optimizer.sharded.places
     return [
         [clean_name(places[p][1].name) for p in group["params"] if p in places]
         for group in optimizer.param_groups
@@ -245,7 +245,7 @@ class SaveContents:
         self.frozen = [clean_name(n) for n, p in module.named_parameters() if not p.requires_grad]
         self.excluded = self.frozen if exclude_frozen else []
         self.first: dict[Tensor, str] = {
-            param: member.name for param, (_, member) in optimizer.parts.places.items()
+            param: member.name for param, (_, member) in optimizer.sharded.places.items()
         }
         own = set(module.parameters())
         for param, name in self.first.items():
@@ -286,7 +286,9 @@ class SaveContents:
     def is_copy(self, chunk: Chunk) -> bool:
         """Return whether another pipeline rank saves this chunk."""
         kind, _, name = chunk.key.partition("/")
-        return self.optimizer.groups.is_copy(name.partition("/")[2] if kind.startswith(STATE) else name)
+        return self.optimizer.communicators.is_copy(
+            name.partition("/")[2] if kind.startswith(STATE) else name
+        )
 
     def names(self) -> dict[str, Any]:
         """Return the names and plain data that are saved of this rank's parameters and buffers."""

@@ -90,9 +90,9 @@ def select(module: nn.Module, optimizer: ZeroOptimizer, names: Renaming | None =
     RuntimeError during local steps of 0/1 Adam, and after an interrupted step.
     """
     optimizer.check_ranks_equal("saving or loading weights")
-    groups = optimizer.groups
-    parts = [groups.pipe] if optimizer.contents.has_dtensors else groups.model_parallel
-    if groups.expert is not None or any(each is not None and each.size > 1 for each in parts):
+    communicators = optimizer.communicators
+    parts = [communicators.pipe] if optimizer.contents.has_dtensors else communicators.model_parallel
+    if communicators.expert is not None or any(each is not None and each.size > 1 for each in parts):
         raise ValueError(
             "with experts, layers that are split, or pipeline stages, ranks hold different parameters. Use "
             "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
@@ -196,7 +196,7 @@ def _export(
     dtype  None: values are those of the parameters; else of their master weights
     """
     attempt = Attempt(optimizer, "save_weights")
-    writes = all(group.rank == 0 for group in optimizer.groups.everyone)
+    writes = all(group.rank == 0 for group in optimizer.communicators.everyone)
 
     def deliver(name: str, tensor: Tensor) -> None:
         if writes:  # after a failure this rank goes on gathering, as the others wait for its collectives
@@ -212,7 +212,7 @@ def _export(
         check_same_arguments(attempt.agree({"dtype": dtype, "names": chosen}))
         is_exact = dtype is not None
         masters = {group.parameters: group.master.values for group in optimizer.trained} if is_exact else {}
-        for flat in optimizer.parts.flats:
+        for flat in optimizer.sharded.flats:
             members = {names.pop(m.param): m for m in flat.members if m.param in names}
             if members:
                 whole = _all_gather(flat, masters.get(flat, flat.shard))
@@ -356,7 +356,7 @@ def _fill(optimizer: ZeroOptimizer, found: Mapping[Tensor, "Stored"]) -> None:
     """Read this rank's master weights and all unsharded tensors."""
     rest = dict(found)
     masters = {group.parameters: group.master.values for group in optimizer.trained}
-    for values in optimizer.parts.flats:
+    for values in optimizer.sharded.flats:
         target = masters.get(values, values.shard)
         for fragment in values.fragments.values():
             stored = found.get(values.members[fragment.index].param)
@@ -374,7 +374,7 @@ def _fill(optimizer: ZeroOptimizer, found: Mapping[Tensor, "Stored"]) -> None:
 def publish_loaded(optimizer: ZeroOptimizer) -> None:
     """Update the parameters from loaded master weights and shards. Every rank must call this."""
     optimizer.follow_masters()
-    for values in (group.parameters for group in optimizer.parts.frozen):
+    for values in (group.parameters for group in optimizer.sharded.frozen):
         values.node_copy = None
         if values.state is GatherState.WHOLE:
             values.all_gather()

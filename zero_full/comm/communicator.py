@@ -154,8 +154,8 @@ class Communicator:
             received.copy_(sent)
             return
         flat, splits = (sent.view(-1), received.view(-1)), Splits.even(sent.numel(), self.size)
-        wire = (self.size - 1) * (sent.nbytes // self.size)
-        self._call("all_to_all", what, sent, wire, transport.all_to_all, *flat, splits)
+        sent_bytes = (self.size - 1) * (sent.nbytes // self.size)
+        self._call("all_to_all", what, sent, sent_bytes, transport.all_to_all, *flat, splits)
 
     def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits, what: str) -> None:
         """Run an all-to-all with parts of the sizes in `splits`, unless no rank sends anything to another."""

@@ -35,7 +35,7 @@ from zero_full.config.values import (
 )
 
 STAGE3 = Remark("only stage 3 uses it", refuses=False, below_stage=3)
-UNITS = idle("units are chosen by size; name others in leaf_module")
+UNITS = idle("the modules that are gathered as one are chosen by size; name others in leaf_module")
 ONLY_CPU_OFFLOAD = idle('deprecated, and not read without "cpu_offload": true; see offload_optimizer')
 ZENFLOW = missing(
     "most of its updates use gradients of earlier steps",
@@ -242,7 +242,7 @@ class ZeroConfig(Strict):
     stage3_gather_16bit_weights_on_model_save: Annotated[Flag, idle("weights are always gathered")] = False
     stage3_module_granularity_threshold: Annotated[Size, UNITS] = 0
     stage3_use_all_reduce_for_fetch_params: Annotated[Flag, idle("parameters are all-gathered")] = False
-    stage3_allgather_sequential: Annotated[Flag, idle("a unit is always gathered by one all-gather")] = False
+    stage3_allgather_sequential: Annotated[Flag, idle("each module is one all-gather anyway")] = False
     stage3_partition_stream_chunk_size: Annotated[Size, idle("parameters are sharded in place")] = 0
     ignore_unused_parameters: Flag = True
     legacy_stage1: Annotated[Flag, idle("stage 1 has one implementation here")] = False

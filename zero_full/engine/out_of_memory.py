@@ -109,7 +109,7 @@ class MemoryNote:
         elif phase == "step":
             self.others = 0  # activations are freed
         self.phase, self.is_trained = phase, not isinstance(optimizer.base, NoOptimizer)
-        self.is_pipeline = optimizer.groups.pipe is not None
+        self.is_pipeline = optimizer.communicators.pipe is not None
 
     def text(self) -> str:
         """Return the note."""
@@ -164,13 +164,13 @@ class MemoryNote:
             yield Remedy(others // 2, f"{change}: half the activations{size}")
         if self.is_trained:
             yield Remedy(others // 3, (RECOMPUTE_LAYERS if self.is_pipeline else RECOMPUTE) + size)
-        in_fp32 = any(flat.dtype == torch.float32 for flat in self.optimizer.parts.flats)
+        in_fp32 = any(flat.dtype == torch.float32 for flat in self.optimizer.sharded.flats)
         if in_fp32 and not self.config.torch_autocast.enabled:  # masters take what parameters save
             text = 'bf16 {"enabled": true}: activations and gathered parameters take half the bytes'
             yield Remedy((others + sum(size for _, size in self._gathered())) // 2, text)
 
     def _more_sharding(self) -> Iterator[Remedy]:
-        stage, ranks = self.optimizer.settings.stage, self.optimizer.groups.dense.shard.size
+        stage, ranks = self.optimizer.settings.stage, self.optimizer.communicators.dense.shard.size
         higher = min(max(_stages(self.optimizer)), 1 if self.is_pipeline else 3)
         if ranks == 1 or higher <= stage:
             return
@@ -197,7 +197,11 @@ class MemoryNote:
             saves, numel = sum(size for _, size in gathered) - largest, largest // flat.dtype.itemsize
             text = f"stage3_max_live_parameters {numel}, not {zero.stage3_max_live_parameters}"
             yield Remedy(saves, f"zero_optimization.{text}: up to {human(saves)} less, more all-gathers")
-        if zero.stage == 3 and (whole := self.ledger.always) and self.optimizer.groups.dense.shard.size > 1:
+        if (
+            zero.stage == 3
+            and (whole := self.ledger.always)
+            and self.optimizer.communicators.dense.shard.size > 1
+        ):
             text = f"stage3_param_persistence_threshold 0, not {zero.stage3_param_persistence_threshold}"
             yield Remedy(whole, f"zero_optimization.{text}: up to {human(whole)} less")
         unreduced = self.planned.get("gradients", 0) - self.held.get("gradients", 0)

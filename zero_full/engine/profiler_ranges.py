@@ -31,7 +31,7 @@ class ProfilerRanges:
     """Makes the ranges of an optimizer's steps and collectives, until `close`."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self.optimizer, self.traffic = optimizer, optimizer.groups.traffic
+        self.optimizer, self.traffic = optimizer, optimizer.communicators.traffic
         self.inner: Listener | None = self.traffic.listener  # a flight recorder
         self.traffic.listener = self
         optimizer.named_range = named_range

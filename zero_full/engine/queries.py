@@ -56,13 +56,13 @@ class DeepSpeedQueries:
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of collective."""
-        return dict(self.optimizer.groups.traffic.sent)
+        return dict(self.optimizer.communicators.traffic.sent)
 
     def moved(self) -> dict[str, int]:
         """Return the bytes that offload has moved, by direction: down to the host, up, read, written."""
-        parts = self.optimizer.parts
-        copied = parts.copy_threads.copied.sent if parts.copy_threads is not None else {}
-        return {**copied, **self.optimizer.settings.tier.moved(), **parts.param_store.moved()}
+        sharded = self.optimizer.sharded
+        copied = sharded.copy_threads.copied.sent if sharded.copy_threads is not None else {}
+        return {**copied, **self.optimizer.settings.tier.moved(), **sharded.param_store.moved()}
 
     @property
     def global_rank(self) -> int:

@@ -47,8 +47,8 @@ class FlightRecorder:
     ) -> None:
         """Begin to record. `about`: facts of the run. OSError if `path` cannot be written."""
         self.path, self.rank = Path(path).absolute(), this_rank()
-        groups = optimizer.groups
-        self.places = {id(group): place for place, group in enumerate(groups.communicators)}
+        communicators = optimizer.communicators
+        self.places = {id(group): place for place, group in enumerate(communicators.all)}
         self.held_bytes, self.held = HeldBytes(optimizer), dict[str, int]()
         self.numbers, self.begun_at = count(), time.perf_counter_ns()
         self.home, self.lock = threading.get_ident(), threading.Lock()
@@ -60,14 +60,14 @@ class FlightRecorder:
             "ranks": dist.get_world_size() if dist.is_initialized() else 1,
             "host": socket.gethostname(),
             "started": time.time(),
-            "device": groups.dense.shard.device.type,
-            "groups": [group.ranks for group in groups.communicators],
+            "device": communicators.device.type,
+            "groups": [group.ranks for group in communicators.all],
             "keeps": steps,
         }
         self.box = BlackBox(self.path, self.rank, whole, steps)
         self.chapter = -1  # the turn of the file that has the last `held`
         self.open: dict[str, int] = {}  # by kind of pass: the number of the event that has not ended
-        self.traffic, self.backward = groups.traffic, optimizer.reducer.backward
+        self.traffic, self.backward = communicators.traffic, optimizer.reducer.backward
         self.hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.begin("step")),
             optimizer.register_step_post_hook(lambda *_: self.end_step()),

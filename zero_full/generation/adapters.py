@@ -65,7 +65,7 @@ def _split(
     dropped: dict[FlatParameters, None] = {}
     kept: dict[Parameter, tuple[Tensor, Tensor]] = {}
     for param in params:
-        group, _ = optimizer.parts.places.get(param, (None, None))
+        group, _ = optimizer.sharded.places.get(param, (None, None))
         if group is not None and group.parameters.released_at_rest and group.parameters.users == 1:
             dropped[group.parameters] = None
         else:

@@ -17,7 +17,7 @@ import torch
 from zero_full.comm.communicator import Communicator
 from zero_full.offload import memory_limits
 from zero_full.shard.group.parameter_group import ParameterGroup
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 
 KEPT_FREE = 4  # a quarter of the free memory
 
@@ -27,9 +27,9 @@ def whole_bytes(groups: Sequence[ParameterGroup]) -> int:
     return sum(group.parameters.full.nbytes for group in groups)
 
 
-def budget(groups: Groups, gathered: Sequence[ParameterGroup]) -> int:
+def budget(communicators: Communicators, gathered: Sequence[ParameterGroup]) -> int:
     """Return the bytes to keep of these groups, equal on all ranks. Every rank must call this."""
-    free = _least(groups.everyone, list(_free(groups.dense.shard.device)))
+    free = _least(communicators.everyone, list(_free(communicators.device)))
     wanted, room = whole_bytes(gathered), free - free // KEPT_FREE
     if wanted <= room:
         return wanted

@@ -215,7 +215,7 @@ class Deltas:
     def _others(self, others: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> Iterator[BucketPart]:
         """Yield the parts of tensors outside of flat buffers that changed since they were handed over."""
         new, tensor_ranks = {name: not self._is_known(name, sums[name]) for name in others}, None
-        if others and (tensor_ranks := self.optimizer.groups.tensor) is not None:
+        if others and (tensor_ranks := self.optimizer.communicators.tensor) is not None:
             flags = torch.tensor([*new.values()], dtype=torch.int64, device=tensor_ranks.device)
             tensor_ranks.sum_numbers(flags, "changed tensors")
             new = dict(zip(new, flags.bool().tolist(), strict=True))
@@ -286,8 +286,8 @@ class Deltas:
         keys, mine = list[tuple[FlatParameters, int]](), list[Tensor]()
         written, ranks, tensor = (
             list[Tensor](),
-            self.optimizer.groups.dense.shard,
-            self.optimizer.groups.tensor,
+            self.optimizer.communicators.dense.shard,
+            self.optimizer.communicators.tensor,
         )
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
         for flat in (source.flat for source in sources):
@@ -359,8 +359,8 @@ class Deltas:
 def _first_version(module: nn.Module, optimizer: ZeroOptimizer) -> int:
     """Draw the version before an engine's first one, equal on all ranks. Every rank must call this."""
     Iteration(module, optimizer, "engine.weights(delta=True), the first call", False).begin()
-    number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.groups.dense.shard.device)
-    for ranks in optimizer.groups.everyone:
+    number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.communicators.device)
+    for ranks in optimizer.communicators.everyone:
         ranks.broadcast(number, "the first version of the weights")
     return int(number)
 

@@ -63,7 +63,7 @@ def generating(
     optimizer.check_ranks_equal(call)
     optimizer.finish_update()
     layers = [layer for _, layer in adapter_layers(module)] if merge_adapters else []
-    groups = [group for group in optimizer.parts.groups if group.parameters.released_at_rest]
+    groups = [group for group in optimizer.sharded.groups if group.parameters.released_at_rest]
     chosen = groups
     if memory is not None:
         chosen = _within(groups, memory)
@@ -114,7 +114,7 @@ def _fitting(optimizer: ZeroOptimizer, groups: Sequence[ParameterGroup]) -> list
     others = [group for group in groups if not group.parameters.users]
     if not others:
         return here
-    chosen = here + _within(others, budget(optimizer.groups, others))
+    chosen = here + _within(others, budget(optimizer.communicators, others))
     if len(chosen) < len(groups) and this_rank() == 0:
         log.warning(
             "%s keeps %s of the %s of parameters gathered, because no more fit into the free memory beside a "
@@ -154,7 +154,7 @@ def _allocate(optimizer: ZeroOptimizer, groups: Sequence[ParameterGroup]) -> Non
             f"({str(error).partition(chr(10))[0]}). Pass memory=BYTES to keep only a part of them whole"
         )
     try:
-        raise_on_all_ranks(optimizer.groups, problem)
+        raise_on_all_ranks(optimizer.communicators, problem)
     except BaseException:
         for group in taken:
             group.parameters.full.untyped_storage().resize_(0)

@@ -172,10 +172,10 @@ def sources_of(
     names: dict[Any, str] = selection.first_names()
     trained = {group.parameters: group for group in optimizer.trained}
     sources = []
-    for flat in optimizer.parts.flats:
+    for flat in optimizer.sharded.flats:
         members: dict[Member, str] = {m: names.pop(m.param) for m in flat.members if m.param in names}
         if members:
-            tensor_ranks = optimizer.groups.tensor if flat.kind.is_dtensor else None
+            tensor_ranks = optimizer.communicators.tensor if flat.kind.is_dtensor else None
             sources.append(_source(flat, trained.get(flat), wanted(flat.dtype, dtype), members, tensor_ranks))
     return sources, {name: tensor for tensor, name in names.items()}
 
@@ -209,9 +209,9 @@ def _whole(
 
 def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
     """Return the bucket part of a tensor outside of flat buffers, which every rank has."""
-    given, ranks = wanted(tensor.dtype, dtype), optimizer.groups.dense.shard
+    given, ranks = wanted(tensor.dtype, dtype), optimizer.communicators.dense.shard
     part = WholeTensor(0, ranks, name=name, tensor=local_of(tensor), dtype=given)
-    tensor_ranks = optimizer.groups.tensor
+    tensor_ranks = optimizer.communicators.tensor
     return part if tensor_ranks is None else SplitTensor.of(tensor, name, given, part, tensor_ranks)
 
 
@@ -247,7 +247,7 @@ class Iteration:
                 self._check_adapters(adapters_in_use(self.module), self.adapters)
         except RuntimeError as error:
             problem = str(error)
-        raise_on_all_ranks(optimizer.groups, problem)
+        raise_on_all_ranks(optimizer.communicators, problem)
         self.changes = optimizer.changes
 
     def check(self) -> None:
@@ -278,7 +278,7 @@ class Iteration:
         self.check()
         assert self.adapters is not None
         self._check_adapters({layer: active(layer)}, {layer: self.adapters[layer]})
-        places = (self.optimizer.parts.places.get(param, (None, None))[0] for param in layer.parameters())
+        places = (self.optimizer.sharded.places.get(param, (None, None))[0] for param in layer.parameters())
         groups = [group for group in dict.fromkeys(places) if group and group.parameters.released_at_rest]
         if groups:
             self.optimizer.on_every_rank(f"adapters of layer {number + 1} of {self.call}")
@@ -298,7 +298,7 @@ class Iteration:
             if communicates(bucket):  # a rank that has stopped iterating is not waited for in a collective
                 optimizer.on_every_rank(f"bucket {number + 1} of {self.call}")
             with torch.no_grad():
-                items = assembled(bucket, optimizer.groups.dense.shard.device)
+                items = assembled(bucket, optimizer.communicators.device)
             if optimizer.gatherer is not None:
                 optimizer.gatherer.check_reads()
             while items:

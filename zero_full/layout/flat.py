@@ -46,7 +46,7 @@ class FlatLayout:
         return tuple(starts)
 
     @cached_property
-    def shard(self) -> int:
+    def shard_numel(self) -> int:
         """Number of elements in each rank's slice."""
         end = rounded_up(self.starts[-1] + self.numels[-1], self.alignment) if self.numels else 0
         return rounded_up(-(-end // self.world), self.alignment * self.copies)
@@ -54,7 +54,7 @@ class FlatLayout:
     @cached_property
     def total(self) -> int:
         """Number of elements of the buffer, padding included."""
-        return self.shard * self.world
+        return self.shard_numel * self.world
 
     @cached_property
     def windows(self) -> tuple[slice, ...]:
@@ -64,7 +64,7 @@ class FlatLayout:
 
     def slice_of(self, rank: int) -> slice:
         """Return the slice of the flat buffer of `rank`."""
-        return slice(rank * self.shard, (rank + 1) * self.shard)
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def fragments(self, rank: int) -> list[Fragment]:
         """Return the fragments that `rank` owns, at most one per parameter, in order, without empty ones."""
@@ -81,8 +81,8 @@ class FlatLayout:
         """Return the ranks that own elements of parameter `index`, in order, each with their number."""
         start, numel, shares = self.starts[index], self.numels[index], []
         while numel:
-            rank = start // self.shard
-            here = min(numel, (rank + 1) * self.shard - start)
+            rank = start // self.shard_numel
+            here = min(numel, (rank + 1) * self.shard_numel - start)
             shares.append((rank, here))
             start, numel = start + here, numel - here
         return shares

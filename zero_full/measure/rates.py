@@ -448,7 +448,7 @@ def runtime_seconds(clock: Clock, stage: int) -> list[float]:
         model, plain, timer = SmallModel(blocks), SmallModel(blocks), RuntimeTimer()
         engine = initialize(model=model, config=small_config(stage))[0]
         engine.optimizer.named_range = timer.range
-        engine.optimizer.groups.traffic.listener = timer
+        engine.optimizer.communicators.traffic.listener = timer
         alone, within = partial(_one_pass, plain, x), partial(_engine_pass, engine, x)
         copies = partial(_copy_gradients, plain, torch.empty(sum(p.numel() for p in model.parameters())))
         of_passes, of_steps = list[float](), list[float]()

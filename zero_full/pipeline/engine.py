@@ -91,13 +91,13 @@ class PipelineEngine(Engine):
         self.data_iterator: Iterator[Any] | None = None
         if self.training_dataloader is not None:
             self.data_iterator = RepeatingLoader(self.training_dataloader)
-        groups = self.optimizer.groups
+        communicators = self.optimizer.communicators
         self._ties = [
-            (tie, Communicator(tie.group, self.device, groups.traffic, None, "tied layers", False))
+            (tie, Communicator(tie.group, self.device, communicators.traffic, None, "tied layers", False))
             for tie in ties
         ]
-        groups.communicators.extend(communicator for _, communicator in self._ties)
-        groups.opened.extend(tie.group for tie in ties)
+        communicators.all.extend(communicator for _, communicator in self._ties)
+        communicators.opened.extend(tie.group for tie in ties)
         self._chunks: list[StageLayers] = []
         self._schedule: Any = None
         self._built_for: tuple[Signature, int] | None = None  # shapes of inputs, number of micro-batches
@@ -262,7 +262,7 @@ class PipelineEngine(Engine):
     def _add_up(self, numbers: list[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks. Every rank must call this."""
         vector = numbers_on(self.device, numbers)
-        for group in self.optimizer.groups.everyone:
+        for group in self.optimizer.communicators.everyone:
             group.sum_numbers(vector, "losses and failures of a batch")
         summed: list[float] = vector.tolist()
         return summed
@@ -270,7 +270,7 @@ class PipelineEngine(Engine):
     def _raise_together(self, problem: str, error: Exception | None, text: str = "{}") -> NoReturn:
         """Raise the problems of all ranks on every rank. `text`: around them."""
         mine = [f"rank {self.global_rank}: {problem}"] if problem else []
-        told = gather_messages(self.optimizer.groups, mine, "what went wrong in a batch")
+        told = gather_messages(self.optimizer.communicators, mine, "what went wrong in a batch")
         raise RuntimeError(
             f"the batch failed, and no parameter has changed. {text.format('; '.join(sorted(told)))}"
         ) from error
@@ -317,7 +317,7 @@ class PipelineEngine(Engine):
         autocast, casts_to = precision_of(self.config, self.device)
         self._chunks, takes, inputs, problem = [], None, None, ""
         failure: Exception | None = None
-        known = self.optimizer.groups.pipe
+        known = self.optimizer.communicators.pipe
         for stage in range(module.total_stages):  # in order: each one's output is the next one's input
             here: tuple[str, Handover] | None = None
             if stage in module.stages:
@@ -334,7 +334,9 @@ class PipelineEngine(Engine):
             problem, takes = next(each for each in found if each is not None)
             if problem:
                 break
-        told = gather_messages(self.optimizer.groups, [problem] if problem else [], "shapes between stages")
+        told = gather_messages(
+            self.optimizer.communicators, [problem] if problem else [], "shapes between stages"
+        )
         if told:
             raise RuntimeError(
                 f"the batch failed, and no parameter has changed. {'; '.join(sorted(told))}"

@@ -19,13 +19,13 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
 
     `expert_ranks`: number of consecutive ranks that hold different experts, or 1.
     """
-    groups = optimizer.groups
-    pairs = groups.dense, groups.expert or groups.dense
+    communicators = optimizer.communicators
+    pairs = communicators.dense, communicators.expert or communicators.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
     for flat, sizes in _sizes(taken, optimizer).items():
         totals, holders = experts if flat.kind.expert else dense, flat.replicas.size
-        if groups.tensor is not None and optimizer.contents.has_dtensors and not flat.kind.is_split:
-            holders *= groups.tensor.size  # tensor-parallel ranks save it together
+        if communicators.tensor is not None and optimizer.contents.has_dtensors and not flat.kind.is_split:
+            holders *= communicators.tensor.size  # tensor-parallel ranks save it together
         for rank in range(len(totals)):  # as the first of its replicas
             totals[rank] += sum(-(-f.numel // holders) * sizes[f.index] for f in flat.layout.fragments(rank))
     most = dict[int, int]()  # largest total by index among the replicas
@@ -56,13 +56,13 @@ def _sizes(taken: SaveContents, optimizer: ZeroOptimizer) -> dict[FlatParameters
             name = key.partition("/")[2]
             by_name[name] = by_name.get(name, 0) + chunk.values.itemsize
     named = [
-        (flat, member, clean_name(member.name)) for flat in optimizer.parts.flats for member in flat.members
+        (flat, member, clean_name(member.name)) for flat in optimizer.sharded.flats for member in flat.members
     ]
     for _, member, name in named:
         if name in by_name:
             by_group.setdefault(member.group, by_name[name])
     found: dict[FlatParameters, list[int]] = {}
-    is_copy = optimizer.groups.is_copy
+    is_copy = optimizer.communicators.is_copy
     for flat, member, name in named:
         size = 0 if is_copy(name) else by_name.get(name, by_group.get(member.group, 0))
         found.setdefault(flat, []).append(size)

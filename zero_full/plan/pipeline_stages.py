@@ -107,9 +107,14 @@ class PlaceSimulation(Simulation):
         reducer = self.optimizer.reducer
         with self.tracker.counting("buckets"):
             for tie in self._ties():
-                groups = self.optimizer.groups
+                communicators = self.optimizer.communicators
                 ranks = Communicator(
-                    tie.group, groups.dense.shard.device, groups.traffic, None, "tied layers", False
+                    tie.group,
+                    communicators.device,
+                    communicators.traffic,
+                    None,
+                    "tied layers",
+                    False,
                 )
                 sum_gradients(tie, ranks, reducer)
         reducer.backward.is_boundary = True

@@ -117,17 +117,20 @@ class Simulation:
         base = self._base()
         with _silent():
             self.optimizer = self._assembled(base)
-            self.traffic, self.param_store = self.optimizer.groups.traffic, self.optimizer.parts.param_store
+            self.traffic, self.param_store = (
+                self.optimizer.communicators.traffic,
+                self.optimizer.sharded.param_store,
+            )
             self.engine = Engine(self.model, self.optimizer, resolved, CPU)
             with self.tracker:
-                if self.optimizer.parts.sites:
+                if self.optimizer.sharded.sites:
                     self._step(1)  # records the order in which modules are called
                     self.optimizer.zero_grad()
                 if recorder is not None:
                     recorder.parts.clear()
                     recorder.checks_finite = self.optimizer.settings.needs_norm
                     self.traffic.listener = recorder
-                flats = self.optimizer.parts.flats
+                flats = self.optimizer.sharded.flats
                 self.tracker.begin(flat.full for flat in flats if flat.released_at_rest)
                 with recorder or nullcontext():
                     self.sent = self._step(self.config.gradient_accumulation_steps)
@@ -174,7 +177,7 @@ class Simulation:
         for options in (base.defaults, *base.param_groups):
             _adapt_to_meta(options)
         counting = self.tracker.counting
-        for flat in made.parts.flats:
+        for flat in made.sharded.flats:
             flat.gather_slices = counting("gathered")(flat.gather_slices)
         for group in made.trained:
             if group.master.tier.is_offloaded:
@@ -185,7 +188,7 @@ class Simulation:
         steppers.fused_adam.compiled_for = lambda device: is_compiled
         for group in made.trained:
             group.master.compiled_for = lambda device: is_compiled
-        tensor = made.groups.tensor
+        tensor = made.communicators.tensor
         steppers.peers_of = partial(FakePeers, self.tracker, self.sent_by_rank, tensor=tensor)
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
@@ -240,7 +243,7 @@ class Simulation:
         """Run a whole step and return the bytes sent in it."""
         self.traffic.clear()
         self.sent_by_rank.clear()
-        copy_threads = self.optimizer.parts.copy_threads
+        copy_threads = self.optimizer.sharded.copy_threads
         copied = copy_threads.copied if copy_threads is not None else Traffic()
         copied.clear()
         count, before = min(micro_batches, DISTINCT), self._file_traffic()
@@ -275,7 +278,7 @@ class Simulation:
 
     def kept(self) -> dict[str, int]:
         """Return the bytes of persistent memory and of traffic, by kind."""
-        whole = [p for p in self.model.parameters() if p not in self.optimizer.parts.places]
+        whole = [p for p in self.model.parameters() if p not in self.optimizer.sharded.places]
         host, owned = (bytes_behind(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
         masters = (group.master for group in self.optimizer.trained)
         master = bytes_behind(m.values for m in masters if m.is_separate and not m.tier.is_offloaded)
@@ -290,7 +293,7 @@ class Simulation:
             "pinned": self.pinned + getattr(self.param_store, "locked", 0),
             **self.copied,
             "saved": self._saved(),
-            "whole": whole_bytes([g for g in self.optimizer.parts.groups if g.parameters.released_at_rest]),
+            "whole": whole_bytes([g for g in self.optimizer.sharded.groups if g.parameters.released_at_rest]),
         }
 
     def _offloaded(self, host: int, excess: int) -> dict[str, int]:
@@ -340,9 +343,9 @@ class Simulation:
 
     def _excess(self, by_rank: Mapping[Communicator, Sequence[int]]) -> int:
         """Return how much the largest rank exceeds the first. See [Note: the rank that holds most]."""
-        groups, expert_ranks = self.optimizer.groups, self.cluster.experts or 1
-        dense = by_rank.get(groups.dense.shard, [0])
-        experts = [0] if groups.expert is None else by_rank.get(groups.expert.shard, [0])
+        communicators, expert_ranks = self.optimizer.communicators, self.cluster.experts or 1
+        dense = by_rank.get(communicators.dense.shard, [0])
+        experts = [0] if communicators.expert is None else by_rank.get(communicators.expert.shard, [0])
         totals = [
             dense[rank % len(dense)] + experts[rank // expert_ranks % len(experts)]
             for rank in range(self.cluster.world)
@@ -357,13 +360,13 @@ class Simulation:
         work = sum(parts.values(), Work()) + middle
         if self.optimizer.settings.needs_norm:  # of tensors without values it is not computed
             for gradients in (group.gradients for group in self.optimizer.trained if not group.asleep):
-                size = gradients.layout.shard * gradients.accumulate.itemsize
+                size = gradients.layout.shard_numel * gradients.accumulate.itemsize
                 work.items[MemoryPass(NORM, dtype_name(gradients.accumulate), size)] += 1
         return work
 
     def _windows(self) -> int:
         """Return the bytes of shared-memory windows, if all ranks are on one host."""
-        groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
+        groups = [each for each in self.optimizer.communicators.all if each.size > 1]
         shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
         return len(groups) * window_of(HALF) if shared else 0
 

@@ -112,7 +112,7 @@ class DeepSpeedEngine(nn.Module):
     def _trained(self, keep: Callable[[Tensor], Any]) -> dict[str, Any]:
         """Return the state dict without frozen parameters, which are not gathered."""
         kept: dict[Tensor, Any] = {}
-        for group in self._engine.optimizer.parts.groups:
+        for group in self._engine.optimizer.sharded.groups:
             trained = [member.param for member in group.members if member.param.requires_grad]
             if trained:
                 with zero_full.GatheredParameters(trained):

@@ -42,7 +42,7 @@ def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]
     if optimizer.gatherer is not None:
         optimizer.gatherer.check_reads()
     optimizer.catch_up()
-    for group in optimizer.parts.groups:
+    for group in optimizer.sharded.groups:
         with whole_groups(optimizer, [group]):
             for member in group.members:
                 yield member, group.parameters.shown(member)
@@ -127,12 +127,12 @@ def load_whole_state_dict(
         optimizer.on_every_rank("load_module_state_dict")
     optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
-    mine, places = names_and_values(module), optimizer.parts.places
+    mine, places = names_and_values(module), optimizer.sharded.places
     names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
     loaded = [name for name in mine if name in names and name in state]
     problem = _mismatch(mine, state, loaded, strict)  # before anything changes
     if optimizer.gatherer is not None:
-        told = gather_messages(optimizer.groups, [problem] if problem else [], "a state dict")
+        told = gather_messages(optimizer.communicators, [problem] if problem else [], "a state dict")
         if told and not problem:
             raise DisagreementError(f"another rank cannot load its state dict: {'; '.join(told)}")
     if problem:
@@ -141,7 +141,7 @@ def load_whole_state_dict(
         _check_equal(optimizer, {name: state[name] for name in loaded}, mine)
     optimizer.loads += 1
     for name in loaded:
-        optimizer.parts.fill(mine[name], part_of(mine[name], state[name]))
+        optimizer.sharded.fill(mine[name], part_of(mine[name], state[name]))
     others = {k: _laid_out(mine[k], v) for k, v in state.items() if k in mine and k not in names}
     with _unguarded():
         module.load_state_dict(others, strict=False)
@@ -171,11 +171,11 @@ def _check_equal(
     rank. Every rank must call this.
     """
     problems = list[str]()
-    for pair in filter(None, (optimizer.groups.dense, optimizer.groups.expert)):
+    for pair in filter(None, (optimizer.communicators.dense, optimizer.communicators.expert)):
         own = dict[str, int]()
         for name, value in values.items():
-            group, _ = optimizer.parts.places[params[name]]
-            is_of_pair = group.kind.expert == (pair is optimizer.groups.expert)
+            group, _ = optimizer.sharded.places[params[name]]
+            is_of_pair = group.kind.expert == (pair is optimizer.communicators.expert)
             if is_of_pair and group.parameters.released_at_rest:
                 own[name] = checksum(local_of(value).contiguous())
         everyones = pair.gather_objects(own, "loaded parameters")
@@ -185,7 +185,7 @@ def _check_equal(
                 f"the state dict has other values of {listed(differing)} on some ranks, or lacks them there. "
                 "Nothing was loaded. Pass the same state dict on every rank"
             )
-    if problems := gather_messages(optimizer.groups, problems, "loaded parameters"):
+    if problems := gather_messages(optimizer.communicators, problems, "loaded parameters"):
         raise DisagreementError("; ".join(problems))
 
 
@@ -219,7 +219,7 @@ def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapp
     chunks = fitting_chunks(module, optimizer, part)
     part.read(chunks)
     copy_back(chunks)
-    for group in optimizer.parts.frozen:
+    for group in optimizer.sharded.frozen:
         group.parameters.node_copy = None
     load_others(module, state["others"])
 
@@ -357,7 +357,7 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).recorder.gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            if any(group.parameters.is_offloaded for group in chosen):
+            if any(group.parameters.awaits_reload for group in chosen):
                 raise RuntimeError(OFFLOADED)
             if self.modifier_rank is not None and optimizer.states_offloaded:
                 raise RuntimeError(OFFLOADED)  # masters must follow the changes, and may be empty
@@ -426,7 +426,7 @@ class GatheredParameters:
             if not self._is_modifier(optimizer):
                 sent = torch.zeros_like(sent)
             for ranks in (pair.shard, pair.replicas):
-                ranks.sum_numbers(sent, f"changes of {optimizer.parts.whole[param][0]}")
+                ranks.sum_numbers(sent, f"changes of {optimizer.sharded.whole[param][0]}")
             value.copy_(sent.view(value.dtype).view(value.shape))
         for optimizer, chosen, _ in self.stack:
             for group, members in chosen.items():
@@ -443,7 +443,7 @@ class GatheredParameters:
     def _whole(self) -> Iterator[tuple[ZeroOptimizer, Parameter, Pair]]:
         """Yield frozen parameters that every rank has whole, and the ranks that have the same values."""
         for optimizer, _, _ in self.stack:
-            whole, wanted = optimizer.parts.whole, set(self.params)
+            whole, wanted = optimizer.sharded.whole, set(self.params)
             yield from ((optimizer, param, pair) for param, (_, pair) in whole.items() if param in wanted)
 
     def _is_modifier(self, optimizer: ZeroOptimizer) -> bool:
@@ -451,7 +451,7 @@ class GatheredParameters:
 
         A DTensor is changed by all ranks of `tensor` together, each its own part.
         """
-        tensor = optimizer.groups.tensor
+        tensor = optimizer.communicators.tensor
         if tensor is not None and optimizer.contents.has_dtensors:
             return self.modifier_rank in tensor.ranks
         return this_rank() == self.modifier_rank
@@ -464,7 +464,7 @@ class GatheredParameters:
         pairs: dict[Any, list[str]] = {}
         for group, members in chosen.items():
             pairs.setdefault((group.ranks, group.replicas), []).extend(member.name for member in members)
-        for param, (name, pair) in optimizer.parts.whole.items():
+        for param, (name, pair) in optimizer.sharded.whole.items():
             if any(param is each for each in self.params):
                 pairs.setdefault((pair.shard, pair.replicas), []).append(name)
         lacking = list[str]()
@@ -474,7 +474,7 @@ class GatheredParameters:
                 communicator.sum_numbers(found, "modifier_rank")
             if found.item() != 1:
                 lacking += names
-        if lacking := gather_messages(optimizer.groups, lacking, "modifier_rank"):
+        if lacking := gather_messages(optimizer.communicators, lacking, "modifier_rank"):
             raise RuntimeError(
                 f"modifier_rank {self.modifier_rank} is not among the ranks that share {listed(lacking)}. "
                 "Pass a rank that has these parameters. For experts, which differ between ranks, pass on "
@@ -492,7 +492,7 @@ class GatheredParameters:
         }
         changed = sorted(mine)
         for optimizer, _, _ in self.stack:
-            for ranks in optimizer.groups.everyone:
+            for ranks in optimizer.communicators.everyone:
                 changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
         if not changed:
             return self._compare_whole()
@@ -546,7 +546,7 @@ class GatheredParameters:
         """Return an error, equal on all ranks, if unsharded frozen parameters differ; else None."""
         mine: dict[Pair, dict[str, int]] = {}
         for optimizer, param, pair in self._whole():
-            changes, (name, _) = mine.setdefault(pair, {}), optimizer.parts.whole[param]
+            changes, (name, _) = mine.setdefault(pair, {}), optimizer.sharded.whole[param]
             if _version(param) != self.versions[param]:
                 changes[name] = checksum(local_of(param).detach().contiguous().view(-1))
         problems = list[str]()
@@ -560,7 +560,7 @@ class GatheredParameters:
                     "values all ranks get"
                 )
         for optimizer, _, _ in self.stack:
-            problems = gather_messages(optimizer.groups, problems, "changed parameters")
+            problems = gather_messages(optimizer.communicators, problems, "changed parameters")
         return "; ".join(problems) or None
 
 
@@ -598,7 +598,7 @@ def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, Chosen]:
     wanted = set(params)
     found: dict[ZeroOptimizer, Chosen] = {}
     for owner in dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None):
-        members = {group: [m for m in group.members if m.param in wanted] for group in owner.parts.groups}
+        members = {group: [m for m in group.members if m.param in wanted] for group in owner.sharded.groups}
         found[owner] = {group: chosen for group, chosen in members.items() if chosen}
     return found
 
@@ -611,6 +611,6 @@ def register_external_parameter(module: nn.Module, parameter: Parameter) -> None
             f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs to no "
             "zero_full engine. Call this after initialize"
         )
-    group, _ = owner.parts.places.get(parameter, (None, None))
+    group, _ = owner.sharded.places.get(parameter, (None, None))
     if owner.gatherer is not None and group is not None and group.parameters.released_at_rest:
         owner.gatherer.add(module, group)

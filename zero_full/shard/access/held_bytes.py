@@ -32,10 +32,10 @@ class HeldBytes:
         self.at_rest: Counter[str] = Counter()  # bytes of slices of released parameters, by kind
         self.gathered: list[tuple[FlatParameters, int]] = []  # buffers that are gathered for use, with bytes
         self.always = 0  # bytes of parameters that are never released
-        for flat in optimizer.parts.flats:
+        for flat in optimizer.sharded.flats:
             if flat.released_at_rest:
                 self.gathered.append((flat, flat.full.nbytes))
-                self.at_rest[flat.slice.kind] += flat.layout.shard * flat.dtype.itemsize
+                self.at_rest[flat.slice.kind] += flat.layout.shard_numel * flat.dtype.itemsize
             else:
                 self.always += flat.full.untyped_storage().nbytes()
         self.settled: Sizes = {}

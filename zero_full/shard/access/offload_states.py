@@ -31,7 +31,7 @@ class OffloadedStates:
         self.optimizer.states_offloaded = offloaded
         state: Any = self.optimizer.base.state
         if isinstance(state, StateByParameter):  # user code may have assigned another object
-            state.is_offloaded = offloaded
+            state.awaits_reload = offloaded
 
     @torch.no_grad()
     def offload(self, include: Collection[str] | None, device: torch.device, pin_memory: bool) -> None:
@@ -50,8 +50,8 @@ class OffloadedStates:
             raise RuntimeError("offload_states between a backward pass and its step. Call step first")
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
-        if self.optimizer.parts.copy_threads is not None:
-            self.optimizer.parts.copy_threads.wait_for_copies()
+        if self.optimizer.sharded.copy_threads is not None:
+            self.optimizer.sharded.copy_threads.wait_for_copies()
         self._mark(offloaded=True)
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
@@ -62,8 +62,8 @@ class OffloadedStates:
         """Move all tensors back to the device."""
         self.optimizer.offloaded.bring_back()
         self._mark(offloaded=False)
-        for flat in self.optimizer.parts.flats:
-            flat.is_offloaded = False
+        for flat in self.optimizer.sharded.flats:
+            flat.awaits_reload = False
             if flat.state is GatherState.WHOLE and flat.hidden:
                 flat.adopt_assigned()
                 flat.show()
@@ -80,9 +80,9 @@ class OffloadedStates:
             masters = [group.master.values for group in self.optimizer.trained if group.master.is_separate]
             yield from (master for master in masters if id(master) not in away)
         elif kind == "lp_params":
-            for part in self.optimizer.parts.flats:
+            for part in self.optimizer.sharded.flats:
                 part.hide()
-                part.is_offloaded = not part.slice.is_offloaded
+                part.awaits_reload = not part.slice.is_offloaded
                 if not part.slice.is_offloaded:
                     yield part.shard
                 if part.state is GatherState.WHOLE:

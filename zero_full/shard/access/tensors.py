@@ -152,7 +152,7 @@ def _find(
         optimizer.check_no_pending_update(alone)
     elif needs_state:
         optimizer.finish_update()
-    group, member = optimizer.parts.places.get(param, (None, None))
+    group, member = optimizer.sharded.places.get(param, (None, None))
     if not isinstance(group, TrainedGroup) or member is None:
         return None
     if not optimizer.states_offloaded:
@@ -167,7 +167,7 @@ def _find_together(
 ) -> ParameterPlace | None:
     """Wait until every rank has made this call, which communicates, then find the parameter."""
     owner = owner_of(param)
-    _, member = owner.parts.places.get(param, (None, None)) if owner is not None else (None, None)
+    _, member = owner.sharded.places.get(param, (None, None)) if owner is not None else (None, None)
     if owner is not None and member is not None:
         owner.on_every_rank(f"{call} of {member.name}", model_parallel=False)
     return _find(param, needs_state=needs_state, reads=reads)
@@ -284,7 +284,7 @@ def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
 def _known(place: ParameterPlace, mine: Any, what: str) -> list[Any]:
     """Gather `mine` from all ranks that have a part of the parameter. They must call this."""
     known = place.group.ranks.gather_objects(mine, what)
-    tensor = place.optimizer.groups.tensor
+    tensor = place.optimizer.communicators.tensor
     if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty
         known += [each for some in tensor.gather_objects(known, what) for each in some]
     return known

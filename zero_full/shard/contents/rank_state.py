@@ -31,7 +31,7 @@ def rank_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
 
 def _place_of(contents: Contents) -> list[int]:
     """Return this rank's index among the replicas of its state, and their number."""
-    replicas = contents.groups.dense.replicas
+    replicas = contents.communicators.dense.replicas
     return [replicas.rank, replicas.size]
 
 
@@ -56,7 +56,7 @@ def check_same_rank(contents: Contents, saved: Mapping[str, Any]) -> None:
 
 def facts_of(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
     """Return the facts: values that are no tensors and are equal on every rank."""
-    asleep = [group for group in contents.parts.trained if group.asleep]
+    asleep = [group for group in contents.sharded.trained if group.asleep]
     groups = contents.base.param_groups
     return {
         "optimizer": type(contents.base).__name__,

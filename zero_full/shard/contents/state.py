@@ -23,7 +23,7 @@ from zero_full.shard.contents.keys import BUFFERS, OWN, PARAMETERS, STEP, entry_
 from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group.dtensors import block_of, is_dtensor, local_of
 from zero_full.shard.group.parameter_group import ParameterGroup
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ class Contents:
     def __init__(
         self,
         base: torch.optim.Optimizer,
-        parts: Sharded,
-        groups: Groups,
+        sharded: Sharded,
+        communicators: Communicators,
         dtypes: Dtypes,
         stepper: Stepper,
         owners: Mapping[str, int],
@@ -101,16 +101,16 @@ class Contents:
 
         `owners`: by parameter, the rank that keeps its state; see [Note: state of whole parameters].
         """
-        self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
+        self.base, self.sharded, self.communicators, self.dtypes = base, sharded, communicators, dtypes
         self.stepper, self.owners = stepper, owners
         # DTensors know their place in the whole parameter, so parameters of one name are parts of one.
-        self.has_dtensors = any(group.kind.is_dtensor for group in parts.groups) or any(
-            map(is_dtensor, parts.whole)
+        self.has_dtensors = any(group.kind.is_dtensor for group in sharded.groups) or any(
+            map(is_dtensor, sharded.whole)
         )
 
     def part(self, expert: bool) -> str:
         """Return the suffix that distinguishes parameters of the same name on different ranks, or ""."""
-        tensor, experts = self.groups.tensor, self.groups.between_experts
+        tensor, experts = self.communicators.tensor, self.communicators.between_experts
         is_named = tensor is not None and tensor.size > 1 and not self.has_dtensors
         part = f"@model{tensor.rank}" if tensor is not None and is_named else ""  # its name in files
         return part + (f"@expert{experts.rank}" if expert and experts is not None else "")
@@ -120,19 +120,21 @@ class Contents:
 
     def key_of(self, tensor: Tensor, name: str) -> str:
         """Return the key of one of the model's tensors, even if this rank has no element of it."""
-        if tensor in self.parts.places:
-            group, member = self.parts.places[tensor]  # type: ignore[index]
+        if tensor in self.sharded.places:
+            group, member = self.sharded.places[tensor]  # type: ignore[index]
             return self._key(group, member.name)
         kind = PARAMETERS if isinstance(tensor, Parameter) else BUFFERS
-        return f"{kind}{self.part(expert=self.groups.expert is not None)}/{clean_name(name)}"
+        return f"{kind}{self.part(expert=self.communicators.expert is not None)}/{clean_name(name)}"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all parameters in flat buffers, by key."""
-        return {self._key(group, m.name): m.whole_shape for group in self.parts.groups for m in group.members}
+        return {
+            self._key(group, m.name): m.whole_shape for group in self.sharded.groups for m in group.members
+        }
 
     def pieces(self) -> Iterator[tuple[str, Piece, "Origin"]]:
         """Yield the key, the piece and the origin of every piece that this rank steps."""
-        for group in self.parts.trained:
+        for group in self.sharded.trained:
             holder = self._holder(group)
             for member, piece in group.master.pieces.items():
                 yield self._key(group, piece.name), piece, Origin(holder, member.whole_shape, member.block)
@@ -143,7 +145,7 @@ class Contents:
 
     def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
         """Return a `Chunk.holder` that counts tensor-parallel ranks too, if each has all of the tensor."""
-        tensor = self.groups.tensor
+        tensor = self.communicators.tensor
         if tensor is None or is_split or not self.has_dtensors:
             return place, holders
         return place * tensor.size + tensor.rank, holders * tensor.size
@@ -177,7 +179,7 @@ class Contents:
         rule = self.stepper.whole_rule
         if rule is None:
             return
-        for group in self.parts.trained:
+        for group in self.sharded.trained:
             for member in group.members if not group.asleep else ():
                 if self.owners.get(member.name) == group.ranks.rank:
                     whole = Whole(member.name, member.shape, member.group)
@@ -211,7 +213,7 @@ class Contents:
 
     def frozen(self) -> Iterator[Chunk]:
         """Yield the frozen parameters that are sharded."""
-        for group in self.parts.frozen:
+        for group in self.sharded.frozen:
             flat, holder = group.parameters, self._holder(group)
             for fragment in flat.fragments.values():
                 member = flat.members[fragment.index]
@@ -221,11 +223,11 @@ class Contents:
 
     def whole(self, named: Mapping[str, Any]) -> Iterator[Chunk]:
         """Yield a state dict's tensors that every rank has whole."""
-        groups = self.groups
-        pair = groups.expert if groups.expert is not None else groups.dense
+        communicators = self.communicators
+        pair = communicators.expert if communicators.expert is not None else communicators.dense
         place = pair.shard.rank * pair.replicas.size + pair.replicas.rank
         for name, tensor in named.items():
-            if isinstance(tensor, Tensor) and tensor not in self.parts.places:
+            if isinstance(tensor, Tensor) and tensor not in self.sharded.places:
                 block, here = block_of(tensor), local_of(tensor)
                 ranks = pair.shard.size * pair.replicas.size
                 holder = self._among_tensor(place, ranks, block is not None)

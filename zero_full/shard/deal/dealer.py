@@ -37,7 +37,7 @@ from zero_full.shard.group.parameters import (
     is_released,
     layout_of,
 )
-from zero_full.shard.group.process_groups import Groups, Pair
+from zero_full.shard.group.process_groups import Communicators, Pair
 from zero_full.shard.group.registry import check_unowned
 from zero_full.shard.passes.gather import Site, UnitState
 
@@ -133,12 +133,17 @@ class Dealer:
         self,
         param_groups: Sequence[Mapping[str, Iterable[Parameter]]],
         topology: Topology,
-        groups: Groups,
+        communicators: Communicators,
         settings: Settings,
         deferred: Container[Parameter] = (),
         param_store: ParamStore | None = None,
     ) -> None:
-        self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
+        self.topology, self.communicators, self.settings, self.deferred = (
+            topology,
+            communicators,
+            settings,
+            deferred,
+        )
         self.param_store = param_store or ParamStore()
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
         self.copy_threads: CopyThreads | None = None  # see `deal`
@@ -184,7 +189,7 @@ class Dealer:
         Every rank must call this: the first rank's values are broadcast.
         """
         self.copy_threads = self.settings.tier.copy_threads(
-            self.groups.dense.shard.device, self.settings.needs_norm
+            self.communicators.device, self.settings.needs_norm
         )
         spares: Spares = []
         made: dict[Draft, ParameterGroup] = {}
@@ -203,7 +208,7 @@ class Dealer:
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
-        pairs = (self.groups.dense, self.groups.expert or self.groups.dense)
+        pairs = (self.communicators.dense, self.communicators.expert or self.communicators.dense)
         if all(pair.shard.size == 1 for pair in pairs) and not self.param_store.is_offloaded:
             return []
         limits = self.settings.gathering
@@ -226,7 +231,7 @@ class Dealer:
         numels = [largest_numel(p) for _, p in trained]
         limit, part = self.settings.bucket_numel, self.settings.tier.part_numel
         if part is not None:  # state is stepped in parts: a bucket is at most one
-            limit = min(limit, part * self.groups.dense.shard.size)
+            limit = min(limit, part * self.communicators.dense.shard.size)
         for indices in deal(backward_order(len(trained)), numels, kinds, limit):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
@@ -253,7 +258,7 @@ class Dealer:
 
     def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
-        settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
+        settings, divisors = self.settings, self.settings.divisors(self.communicators.data_ranks)
         copy_threads, reduce = self.copy_threads if tier.is_offloaded else None, self._pair(flat.kind).reduce
         kind = FlatGradients if copy_threads is None else HostGradients
         if is_dtensor(flat.params[0]):
@@ -268,7 +273,11 @@ class Dealer:
         return self._pair(draft.kind).shard.rank
 
     def _pair(self, kind: Kind) -> Pair:
-        return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
+        return (
+            self.communicators.expert
+            if kind.expert and self.communicators.expert is not None
+            else self.communicators.dense
+        )
 
     def _kind(self, name: str, param: Parameter) -> Kind:
         """Determine the kind of a parameter; parameters of one kind can share a flat buffer."""
@@ -276,12 +285,12 @@ class Dealer:
         if trained and not param.is_floating_point():
             raise TypeError(f"{name} is {param.dtype}, but only floating-point parameters can be trained")
         expert = self.topology.is_expert(name, param)
-        if expert and self.groups.expert is None:
+        if expert and self.communicators.expert is None:
             raise ValueError(
                 f"{name} is marked as an expert, but there are no expert groups. "
                 "Pass topology=Topology(expert=..., expert_data=...)"
             )
-        tensor, block = self.groups.tensor, block_of(param)
+        tensor, block = self.communicators.tensor, block_of(param)
         is_split = tensor is not None and (block is not None or self.topology.is_split(name, param))
         in_norm = is_split or tensor is None or tensor.rank == 0
         in_norm = in_norm and not self.topology.is_copy(name, param)
@@ -306,17 +315,17 @@ def _sites(unit: Unit, groups: Sequence[ParameterGroup]) -> list[Site]:
 
 
 def place_the_rest(
-    model: nn.Module, parts: Sharded, topology: Topology, groups: Groups, settings: Settings
+    model: nn.Module, sharded: Sharded, topology: Topology, communicators: Communicators, settings: Settings
 ) -> None:
     """Broadcast buffers and frozen parameters that stay whole from the first rank; convert their dtypes."""
-    done = {m.param for group in parts.groups for m in group.members}
+    done = {m.param for group in sharded.groups for m in group.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
     dtypes = settings.dtypes.of_buffers(model)
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
-        pair = groups.expert if expert and groups.expert is not None else groups.dense
+        pair = communicators.expert if expert and communicators.expert is not None else communicators.dense
         if isinstance(tensor, Parameter):
-            parts.whole[tensor] = name, pair
+            sharded.whole[tensor] = name, pair
         own_type = settings.dtypes.of(tensor.dtype, name)
         wanted = own_type if isinstance(tensor, Parameter) else dtypes[name]
         if is_dtensor(tensor):
@@ -361,20 +370,19 @@ def warn_of_share(drafts: Drafts, settings: Settings) -> None:
         return
     away = sum(draft.numel for draft in drafts.offloaded) / everything
     if abs(away - asked) > NEAR:
-        cut = "buckets and units" if settings.shards_parameters else "buckets"
+        cut = "buckets and modules that are gathered as one" if settings.shards_parameters else "buckets"
         largest = max(draft.numel for draft in drafts.reduce_order) / everything
         log.warning(
             f"offload_optimizer.ratio is {asked:g}, but {away:.2f} of the optimizer's state is offloaded. "
             f"Only whole {cut} can be: there are {len(drafts.reduce_order)}, the largest with "
-            f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets, but not "
-            "smaller units"
+            f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets"
         )
 
 
-def warn_of_parameters(parts: Sharded, settings: Settings) -> None:
+def warn_of_parameters(sharded: Sharded, settings: Settings) -> None:
     """Warn if no parameter is offloaded although `param_tier` requests it."""
-    tier, flats = settings.param_tier, parts.flats
-    if not (tier.is_offloaded and parts.param_store.is_offloaded) or any(
+    tier, flats = settings.param_tier, sharded.flats
+    if not (tier.is_offloaded and sharded.param_store.is_offloaded) or any(
         flat.slice.kind == tier.kind for flat in flats
     ):
         return

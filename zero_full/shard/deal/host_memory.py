@@ -77,7 +77,7 @@ class Sizes:
 
     def master(self, draft: Draft) -> int:
         """Return the bytes of the region for this rank's master."""
-        return draft.layout.shard * self.dtypes.master_of(self._own(draft)).itemsize
+        return draft.layout.shard_numel * self.dtypes.master_of(self._own(draft)).itemsize
 
     def state(self, draft: Draft) -> int:
         """Return the bytes of optimizer state for this rank's slice, as far as known."""
@@ -102,12 +102,12 @@ class Sizes:
         is_sent = own != self.dtypes.master_of(own) or isinstance(self.settings.tier, BlockTier)
         if not is_sent or (draft.kind.released_at_rest and self.dealer.param_store.is_offloaded):
             return 0
-        return draft.layout.shard * own.itemsize
+        return draft.layout.shard_numel * own.itemsize
 
     def passing(self, draft: Draft) -> list[int]:
         """Return the bytes of the arena's regions for gradients and copies of parameters."""
         copy = self._copy(draft)
-        gradients = draft.layout.shard * self.dtypes.accumulate_of(self._own(draft)).itemsize
+        gradients = draft.layout.shard_numel * self.dtypes.accumulate_of(self._own(draft)).itemsize
         return [gradients, copy] if copy else [gradients]
 
     def gradient_copies(self, draft: Draft) -> int:
@@ -115,13 +115,13 @@ class Sizes:
         own = self._own(draft)
         on_cpu = self.device.type == "cpu"
         kept = self.dtypes.master_of(own) if on_cpu else self.dtypes.accumulate_of(own)
-        return draft.layout.shard * kept.itemsize
+        return draft.layout.shard_numel * kept.itemsize
 
     def released(self, drafts: Drafts) -> tuple[int, int, int]:
         """Return the bytes of parameter slices in host memory, in a file, and of buffers for the file."""
         released = [draft for draft in drafts.everything if draft.kind.released_at_rest]
-        kinds = self.dealer.param_store.kinds([draft.layout.shard for draft in released])
-        sizes = [draft.layout.shard * self._own(draft).itemsize for draft in released]
+        kinds = self.dealer.param_store.kinds([draft.layout.shard_numel for draft in released])
+        sizes = [draft.layout.shard_numel * self._own(draft).itemsize for draft in released]
         on_host = sum(size for size, kind in zip(sizes, kinds, strict=True) if kind == "host")
         slices = zip(released, sizes, kinds, strict=True)
         files = [(draft, max(whole_pages(size), PAGE)) for draft, size, kind in slices if kind == "disk"]
@@ -136,9 +136,9 @@ class Sizes:
         limit = self.settings.part_numel
         if limit is None or not can_step_in_parts(self.base):
             return sum(blocks)
-        largest = max((draft.layout.shard for draft in away), default=1)
+        largest = max((draft.layout.shard_numel for draft in away), default=1)
         part = max(blocks, default=0) * max(1, limit // largest)
-        numel = sum(draft.layout.shard for draft in away)
+        numel = sum(draft.layout.shard_numel for draft in away)
         tier = self.settings.tier
         assert isinstance(tier, BlockTier)
         return memory_for(sum(blocks), numel, min(part, sum(blocks)), tier.state_numel)

@@ -30,8 +30,8 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         return
     if any(owner_of(param) is not None for param in model.parameters()):
         raise RuntimeError(
-            f"{type(model).__name__} belongs to an engine, which has chosen its units already. Mark modules "
-            "before initialize"
+            f"{type(model).__name__} belongs to an engine, which has already chosen the modules that are "
+            "gathered as one. Mark modules before initialize"
         )
     setattr(model, MARK, flag)
 

@@ -11,7 +11,7 @@ from zero_full._compat import backend_of
 from zero_full.comm.topology import Topology
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.settings import Settings
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 
 SUMS = "it averages gradients and cannot sum them. Remove gradient_allreduce_op, or Settings(average=False)"
 EXPERTS = "it averages the whole model over all ranks, but gradients of experts belong to some ranks only"
@@ -75,7 +75,7 @@ def missing_for(name: str) -> str:
     return ""
 
 
-def check_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
+def check_backend(base: Optimizer, communicators: Communicators, device: torch.device) -> None:
     """Raise ValueError if the process group's backend is not the one that `comm_backend_name` names.
 
     DeepSpeed has a class for each name. Here one `CompressedReduce` works over any process group, so the name
@@ -85,7 +85,7 @@ def check_backend(base: Optimizer, groups: Groups, device: torch.device) -> None
     if wanted is None:
         return
     missing = missing_for(wanted)
-    group = groups.dense.replicas.group
+    group = communicators.dense.replicas.group
     actual = None if group is None else backend_of(group, device)
     if not missing and actual not in (None, wanted):
         missing = f"{wanted}, but the process group of the ranks on {device.type} uses {actual}"

@@ -96,7 +96,7 @@ class FlatGradients:
         host = (
             None
             if copy_threads is None
-            else HostGradientSlice(copy_threads, self.name, self.layout.shard, self.accumulate)
+            else HostGradientSlice(copy_threads, self.name, self.layout.shard_numel, self.accumulate)
         )
         self.host_slice = host
         self.frees, self.checks_finite = settings.shards_gradients, settings.needs_norm
@@ -200,13 +200,18 @@ class FlatGradients:
     # Averaged ------------------------------------------------------------------------------------
 
     def reduce(
-        self, detached: Sequence[tuple[Member, Tensor]], wire: torch.dtype, last: bool, averages: bool
+        self,
+        detached: Sequence[tuple[Member, Tensor]],
+        message_dtype: torch.dtype,
+        last: bool,
+        averages: bool,
     ) -> None:
         """Average the gradients of all ranks and keep this rank's slice. Runs on the lane.
 
-        `detached`: gradients that are not in the buffer yet. `wire`: the dtype of the messages. `last`: this
-        is the step's last reduction. `averages`: False if the optimizer averages by itself and needs this
-        rank's own gradients.
+        detached       gradients that are not in the buffer yet
+        message_dtype  dtype that the gradients are sent in
+        last           this is the step's last reduction
+        averages       False: the optimizer averages by itself, and needs this rank's own gradients
         """
         for member, grad in detached:
             self._copy_in(member, grad, final=True)
@@ -219,7 +224,7 @@ class FlatGradients:
         if self.checks_finite and local.numel() and not local.is_meta:
             self.local_ends += torch.aminmax(local)
         if averages:
-            self._average(local, wire, last)
+            self._average(local, message_dtype, last)
         else:
             copies = not self.frees and not self.slice_is_valid and local.dtype != self.accumulate
             self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
@@ -231,9 +236,9 @@ class FlatGradients:
         if last and self.is_replicated:
             self.average_over_replicas()
 
-    def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
+    def _average(self, local: Tensor, message_dtype: torch.dtype, last: bool) -> None:
         """Reduce the flat buffer over the ranks, and add this rank's slice of the average to `grad_slice`."""
-        sent = local.to(wire)
+        sent = local.to(message_dtype)
         keeps = not self.frees and not self.slice_is_valid
         in_place = keeps and sent is local and local.dtype == self.accumulate
         # In place at stages 0 and 1: the averaged slice is a window into the buffer, and costs no memory.
@@ -255,8 +260,8 @@ class FlatGradients:
             self._reduce_over_replicas(out, after, sent.dtype)
         self._add_to_slice(out, last)
 
-    def _reduce_over_replicas(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
-        sent = gradients.to(wire)
+    def _reduce_over_replicas(self, gradients: Tensor, divisor: float, message_dtype: torch.dtype) -> None:
+        sent = gradients.to(message_dtype)
         self.replicas.all_reduce(sent, divisor, f"gradients {self.name}")
         if sent is not gradients:
             gradients.copy_(sent)
@@ -285,7 +290,7 @@ class FlatGradients:
         before = self.grad_slice
         if before is not None and not self.slice_is_valid and before.dtype == self.accumulate:
             return before
-        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
+        return torch.empty(self.layout.shard_numel, dtype=self.accumulate, device=self.device)
 
     # By hand -------------------------------------------------------------------------------------
 
@@ -389,12 +394,12 @@ class HostGradients(FlatGradients):
             self.host_slice.wait_until_copied()  # wait: a copy may still read the buffer
         return super()._open(dtype)
 
-    def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
+    def _average(self, local: Tensor, message_dtype: torch.dtype, last: bool) -> None:
         if not self.is_average:
-            return super()._average(local, wire, last)
+            return super()._average(local, message_dtype, last)
         if self.frees:
             self.host_slice.copy_threads.wait_for_turn()
-        self._add_to_slice(local.to(wire), last)  # in `wire`, which may have fewer bytes
+        self._add_to_slice(local.to(message_dtype), last)  # it may have fewer bytes than `local`
 
     def _add_to_slice(self, more: Tensor, last: bool) -> None:
         if self._lacks_replica_average():
@@ -412,7 +417,7 @@ class HostGradients(FlatGradients):
 
     def _slice_memory(self) -> Tensor:
         self.host_slice.copy_threads.wait_for_turn()
-        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
+        return torch.empty(self.layout.shard_numel, dtype=self.accumulate, device=self.device)
 
     def _zero_slice(self) -> Tensor:
         return self.host_slice.zero()

@@ -437,7 +437,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[Tensor, Parameter] = {}  # piece -> parameter, and parameter -> itself
-        self.is_offloaded = False  # see `offload_states.py`
+        self.awaits_reload = False  # after `engine.offload_states()`, until `engine.reload_states()`
         self.wait_for_update: Callable[[], None] | None = None  # of a delayed update that writes the state
 
     def add(self, piece: Tensor, param: Parameter) -> None:
@@ -460,7 +460,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         return self.owners[key]
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
-        if self.is_offloaded:
+        if self.awaits_reload:
             raise RuntimeError(OFFLOADED)
         if self.wait_for_update is not None:
             self.wait_for_update()

@@ -149,12 +149,14 @@ class FlatParameters:
         self.layout = layout_of([m.shape.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
         param_store = (
-            (param_store or ParamStore()).of(self.layout.shard) if kind.released_at_rest else ParamStore()
+            (param_store or ParamStore()).of(self.layout.shard_numel)
+            if kind.released_at_rest
+            else ParamStore()
         )
         self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or param_store.is_offloaded)
         self.state, self.users = GatherState.WHOLE, 0  # `users`: calls that need the values now
         self.hidden = False  # the parameters are placeholders
-        self.is_offloaded = False  # this rank's slice is empty until `engine.reload_states()`
+        self.awaits_reload = False  # this rank's slice is empty until `engine.reload_states()`
         self.versions: list[int] = []  # version counters of the parameters when they became whole
         self.adopted = False  # user code has assigned to `param.data` since master and parameters were equal
         self.lent = False  # user code may keep views of the values
@@ -355,7 +357,7 @@ class FlatParameters:
 
     def begin_gather(self, lane: Lane, exactly: bool = False) -> None:
         """Queue the all-gather of the sharded values on a lane. `exactly`: see `all_gather`."""
-        if self.is_offloaded:
+        if self.awaits_reload:
             raise RuntimeError(OFFLOADED)
         self.reassigned()  # raises for a parameter that was assigned a tensor while it was released
         # Allocated on the caller's stream. `release` returns it to the allocator of that stream.

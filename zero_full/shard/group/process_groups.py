@@ -42,7 +42,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Groups:
+class Communicators:
     """All communicators of an engine."""
 
     dense: Pair
@@ -52,7 +52,7 @@ class Groups:
     pipe: Communicator | None  # ranks that hold different layers (pipeline parallelism)
     data_ranks: int  # number of ranks that average gradients
     traffic: Traffic
-    communicators: list[Communicator]  # all of them
+    all: list[Communicator]
     opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
     user_calls: list[UserCalls]  # of the `shard` and `replicas` ranks, which have the same parameters
     model_parallel_calls: list[UserCalls]  # of the ranks of `model_parallel`
@@ -66,8 +66,13 @@ class Groups:
         with ExitStack() as others:  # callbacks run in reverse order: communicators close first
             while self.opened:
                 others.callback(_destroy, self.opened.pop())
-            for communicator in self.communicators:
+            for communicator in self.all:
                 others.callback(communicator.close)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of every collective."""
+        return self.dense.shard.device
 
     @property
     def model_parallel(self) -> list[Communicator]:
@@ -149,7 +154,7 @@ class Connection:
         return Nodes(self._over(inner), self._over(outer, "between nodes"))
 
 
-def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
+def connect(topology: Topology, settings: Settings, connection: Connection) -> Communicators:
     """Open a communicator for every group of the topology. Every rank must call this."""
     data = topology.data
     if data is None and dist.is_initialized():
@@ -176,7 +181,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
     user_calls = [UserCalls(each, made) for each in (dense.shard, dense.replicas) if each.store is not None]
     parts = [each for each in (tensor, pipe) if each is not None and each.store is not None]
-    return Groups(
+    return Communicators(
         dense=dense,
         expert=expert,
         between_experts=between_experts,
@@ -184,7 +189,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
         pipe=pipe,
         data_ranks=dense.shard.size * dense.replicas.size,
         traffic=connection.traffic,
-        communicators=made,
+        all=made,
         opened=opened,
         user_calls=user_calls,
         model_parallel_calls=[UserCalls(each, made) for each in parts],

@@ -40,9 +40,10 @@ class LocalSteps(Guard):
         """Raise RuntimeError if parameters or these `masters` were written during local steps."""
         if self.stepper.ranks_differ and (written := dict.fromkeys([*self.writes.names(), *masters])):
             raise RuntimeError(
-                f"{listed(list(written))} was written while ranks hold different parameters, so the next "
-                "synchronization would overwrite it on all ranks. Call meet() of the engine's optimizer on "
-                "every rank before you write. To discard these writes, load a checkpoint"
+                f"{listed(list(written))} was written between local steps of 0/1 Adam, in which parameters "
+                "differ between ranks, so the next synchronization would overwrite it on all ranks. Call "
+                "meet() of the engine's optimizer on every rank before you write. To discard these writes, "
+                "load a checkpoint"
             )
 
     def _check_frozen(self) -> None:

@@ -129,8 +129,9 @@ class GradientState:
         averaged = self.averages()
         if self.are_local and averaged:
             raise RuntimeError(
-                "the last step was a local step and left gradients that are not averaged, and the next step "
-                "needs averaged ones. Call zero_grad after every step"
+                "the last step was a local step of a 1-bit or 0/1 optimizer, and its gradients are still in "
+                "the buffers: each rank's own, not averaged. The next step needs averaged gradients. Call "
+                "zero_grad after every step"
             )
         self.are_local = not averaged
         return averaged
@@ -437,10 +438,12 @@ class GradientReducer:
             if tensor is not None:
                 read.append(tensor)
         averages = self.averages()
-        job = partial(gradients.reduce, detached, self._wire(group), self.backward.is_boundary, averages)
+        job = partial(
+            gradients.reduce, detached, self._message_dtype(group), self.backward.is_boundary, averages
+        )
         self.pending.append(self.lane.submit(job, read, self.producers.get(group, [])))
 
-    def _wire(self, group: TrainedGroup) -> torch.dtype:
+    def _message_dtype(self, group: TrainedGroup) -> torch.dtype:
         """Return the dtype of the messages: the accumulation dtype if gradients of several passes add up.
 
         It depends only on settings, passes and `no_sync`, so that it is equal on every rank.

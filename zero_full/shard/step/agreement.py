@@ -5,7 +5,7 @@ One vector is summed over the ranks (all-reduce) and read once by the host. It h
     squares    three numbers. First the sum of squares of the gradients that this rank owns; if the total is
                inf or NaN, so is a gradient of some rank, so the norm is the overflow check. Then the number
                of slices that are not finite, of those that do not enter the norm. Then the squares of
-               gradients that all `tensor` ranks have: see [Note: parts of a model]
+               gradients that all `tensor` ranks have: see [Note: model parallel]
     stops      ranks that have received a signal to stop
     alarms     ranks that know of failed background work
     late       groups with gradients that arrived after their reduction. They are reduced, then the exchange
@@ -26,7 +26,7 @@ Gradients that are not averaged differ between replicas: their squares are summe
 is the root of the mean over the ranks.
 
 Ranks that hold different parts of the model add up squares and ranks only, and compare less: see
-[Note: parts of a model].
+[Note: model parallel].
 """
 
 import zlib
@@ -48,7 +48,7 @@ from zero_full.shard.group.gradients import names_of
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member, placeholder_scalar
-from zero_full.shard.group.process_groups import Groups, Pair
+from zero_full.shard.group.process_groups import Communicators, Pair
 
 SQUARES = 3  # numbers about slices, at the front of the vector; the others are about ranks
 # Offsets in the vector.
@@ -102,20 +102,22 @@ class Agreed:
 class Agreement:
     """The all-reduce before a step, for the parameter groups that take part in steps."""
 
-    def __init__(self, groups: Groups, trained: Sequence[TrainedGroup], needs_norm: bool) -> None:
-        self.groups, self.needs_norm = groups, needs_norm
+    def __init__(
+        self, communicators: Communicators, trained: Sequence[TrainedGroup], needs_norm: bool
+    ) -> None:
+        self.communicators, self.needs_norm = communicators, needs_norm
         dense = [group for group in trained if not group.kind.expert]
-        self.sides = [_Side(groups.dense, dense)]
-        if groups.expert is not None:
+        self.sides = [_Side(communicators.dense, dense)]
+        if communicators.expert is not None:
             experts = [group for group in trained if group.kind.expert]
-            self.sides.append(_Side(groups.expert, experts))
-        self.parts: PartsAgreement | None = None
-        if any(each.size > 1 for each in groups.model_parallel):
-            self.parts = PartsAgreement(groups)
-        if groups.tensor is not None and groups.tensor.size > 1:
+            self.sides.append(_Side(communicators.expert, experts))
+        self.model_parallel: ModelParallelAgreement | None = None
+        if any(each.size > 1 for each in communicators.model_parallel):
+            self.model_parallel = ModelParallelAgreement(communicators)
+        if communicators.tensor is not None and communicators.tensor.size > 1:
             for side in self.sides:
                 side.repeated = [group for group in side.groups if not group.kind.is_split]
-        self.has_peers = self.parts is not None or any(side.has_peers for side in self.sides)
+        self.has_peers = self.model_parallel is not None or any(side.has_peers for side in self.sides)
 
     def exchange(self, mine: Contribution) -> Agreed:
         """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
@@ -124,12 +126,12 @@ class Agreement:
         if not (needs_norm or self.has_peers):
             is_changed = any(map(bool, mine.changed))
             return Agreed(None, mine.used, mine.stops, mine.alarm, mine.late > 0, is_changed)
-        groups, sides = self.groups, self.sides
+        communicators, sides = self.communicators, self.sides
         # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
         counts = needs_norm and not mine.failed
         squared, nonfinite, _, stops, alarms, late, changed, *rest = self._add_up(mine, counts, exactly=False)
-        if self.parts is not None and self.parts.differ:
-            self._raise_together(self.parts, rest, mine)
+        if self.model_parallel is not None and self.model_parallel.differ:
+            self._raise_together(self.model_parallel, rest, mine)
         used: set[Member] = set()
         for side in sides:  # first: it raises on ranks that need the norm and on others, if they disagree
             used |= side.read(rest[: side.length], mine)
@@ -139,11 +141,13 @@ class Agreement:
             squared, nonfinite, *_ = self._add_up(mine, counts, exactly=True)
         if not needs_norm:
             return Agreed(None, used, stops > 0, alarms > 0, late > 0, changed > 0)
-        ranks = 1 if mine.averaged else groups.data_ranks
+        ranks = 1 if mine.averaged else communicators.data_ranks
         norm = float("nan") if nonfinite else float(squared / ranks) ** 0.5
         return Agreed(norm, used, stops > 0, alarms > 0, late > 0, changed > 0)
 
-    def _raise_together(self, parts: "PartsAgreement", rest: Sequence[float], mine: Contribution) -> None:
+    def _raise_together(
+        self, parts: "ModelParallelAgreement", rest: Sequence[float], mine: Contribution
+    ) -> None:
         """Raise the disagreements of all parts of the model on every rank. Every rank must call this.
 
         rest  marks and flags of this rank's part, by side
@@ -155,7 +159,7 @@ class Agreement:
             except (DisagreementError, RuntimeError) as error:
                 problems.append(str(error))
             rest = rest[side.length :]
-        if messages := gather_messages(self.groups, problems, "where ranks diverge"):
+        if messages := gather_messages(self.communicators, problems, "where ranks diverge"):
             raise DisagreementError("; ".join(sorted(messages)))
 
     def _add_up(self, mine: Contribution, counts: bool, exactly: bool) -> list[float]:
@@ -163,28 +167,30 @@ class Agreement:
 
         The head has squares, stops, alarms, and the numbers of late and of changed groups.
         """
-        groups = self.groups
-        if len(self.sides) == 1 and self.parts is None:
+        communicators = self.communicators
+        if len(self.sides) == 1 and self.model_parallel is None:
             total = self.sides[0].add_up(mine, counts, exactly)
         else:
             vectors = [side.add_up(mine, counts, exactly) for side in self.sides]
             squares = torch.stack([vector[:SQUARES] for vector in vectors])
             # Expert ranks hold different experts, tensor and pipe ranks different parameters. All have
             # squares to add. Dense gradients are equal on all expert ranks.
-            if groups.between_experts is not None:
-                groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
+            if communicators.between_experts is not None:
+                communicators.between_experts.sum_numbers(squares[1], "squared gradient norm")
             head = torch.cat([squares.sum(0), vectors[0][STOPS:MARKS]])  # every rank has the dense side
-            if self.parts is not None:
+            if self.model_parallel is not None:
                 diverges = torch.stack(
                     [side.diverges(vector) for side, vector in zip(self.sides, vectors, strict=True)]
                 )
-                head = self.parts.add_up(head, diverges.any(), mine)
+                head = self.model_parallel.add_up(head, diverges.any(), mine)
             total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
-            if self.parts is not None:
-                total = torch.cat([total, self.parts.flags])
+            if self.model_parallel is not None:
+                total = torch.cat([total, self.model_parallel.flags])
         numbers: list[float] = total.tolist()
-        if self.parts is not None:
-            self.parts.diverging, self.parts.differing, self.parts.batches = numbers[-3:]
+        if self.model_parallel is not None:
+            self.model_parallel.diverging, self.model_parallel.differing, self.model_parallel.batches = (
+                numbers[-3:]
+            )
         return numbers
 
 
@@ -338,16 +344,16 @@ EVERYWHERE = (
     ERROR,
 )
 SAME_BATCH = (
-    "Then sums over these ranks mean nothing, and the parameters drift apart. Give all tensor-parallel ranks "
-    'the same batch (choose it by the rank in the mesh dimension "data"), and the same random numbers in '
-    "layers that are not cut"
+    "Then the all-reduces inside tensor-parallel layers add up activations of different batches, and the "
+    "parameters drift apart. Give all tensor-parallel ranks the same batch (choose it by the rank in the "
+    'mesh dimension "data"), and the same random numbers in layers that are not cut'
 )
 
 
-class PartsAgreement:
+class ModelParallelAgreement:
     """Comparison in a step between ranks that hold different parts of the model, beside the norm.
 
-    [Note: parts of a model] Each pair of process groups compares its own ranks. Here all others learn that
+    [Note: model parallel] Each pair of process groups compares its own ranks. Here all others learn that
     the ranks of a pair diverge, and what must be equal on all parts is compared: loss scale, clipping and
     failures. Ranks of `tensor` have the same parameters, so their learning rates and other options
     must be equal as well. Pipeline stages may have their own.
@@ -356,10 +362,10 @@ class PartsAgreement:
     the same batch. So the squared norm of these gradients is compared, within a tolerance.
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-        self.ranks = prod(each.size for each in groups.model_parallel)
-        self.has_stages = groups.pipe is not None and groups.pipe.size > 1
+    def __init__(self, communicators: Communicators) -> None:
+        self.communicators = communicators
+        self.ranks = prod(each.size for each in communicators.model_parallel)
+        self.has_stages = communicators.pipe is not None and communicators.pipe.size > 1
         self.actions: dict[str, Any] = {}
         self.repeated = torch.zeros(())  # squared norm of this rank's gradients that all `tensor` ranks have
         self.flags = torch.zeros(3)  # on the device: the three numbers below
@@ -377,7 +383,7 @@ class PartsAgreement:
         mark = torch.full_like(repeated, mark_of([*self.actions.items()], MARK_BITS))
         own = torch.stack([diverges.to(head), mark, mark.square(), repeated, repeated.square()])
         vector, what = torch.cat([head, own]), "squared gradient norm"
-        tensor, pipe = self.groups.tensor, self.groups.pipe
+        tensor, pipe = self.communicators.tensor, self.communicators.pipe
         if tensor is not None:
             tensor.sum_numbers(vector, what)
             variance = tensor.size * vector[-1] - vector[-2].square()
@@ -402,11 +408,11 @@ class PartsAgreement:
     def problems(self) -> list[str]:
         """Describe the differences between parts, on the ranks concerned. Every rank must call this."""
         known, found = {this_rank(): (self.actions, float(self.repeated))}, list[str]()
-        for group in self.groups.model_parallel:
+        for group in self.communicators.model_parallel:
             gathered = group.gather_objects(known, "what ranks would do")
             known = dict(sorted(item for some in gathered for item in some.items()))
             norms = {rank: f"{squares**0.5:.4g}" for rank, (_, squares) in known.items()}
-            if self.batches and group is self.groups.tensor and len({*norms.values()}) > 1:
+            if self.batches and group is self.communicators.tensor and len({*norms.values()}) > 1:
                 found.append(
                     "tensor-parallel ranks have different gradients of parameters that are not cut: their "
                     f"norm is {', '.join(f'{norm} (rank {rank})' for rank, norm in norms.items())}. "
@@ -504,10 +510,12 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_all_used(groups: Groups, trained: Sequence[TrainedGroup], used: Container[Member]) -> None:
+def check_all_used(
+    communicators: Communicators, trained: Sequence[TrainedGroup], used: Container[Member]
+) -> None:
     """Raise on every rank if any rank lacks the gradient of a trained parameter."""
     members = (m for group in trained for m in group.members if m.param.requires_grad)
-    unused = gather_messages(groups, [m.name for m in members if m not in used], "unused parameters")
+    unused = gather_messages(communicators, [m.name for m in members if m not in used], "unused parameters")
     if unused:
         raise ValueError(
             f"{', '.join(sorted(unused))} got no gradient in this step, at least on one rank. Freeze "
@@ -515,26 +523,26 @@ def check_all_used(groups: Groups, trained: Sequence[TrainedGroup], used: Contai
         )
 
 
-def raise_on_all_ranks(groups: Groups, problem: str) -> None:
+def raise_on_all_ranks(communicators: Communicators, problem: str) -> None:
     """Raise on every rank if any rank's `problem`, a message, is not empty. Every rank must call this."""
-    if messages := gather_messages(groups, [problem] if problem else [], "what went wrong"):
+    if messages := gather_messages(communicators, [problem] if problem else [], "what went wrong"):
         raise RuntimeError("; ".join(sorted(messages)))
 
 
-def gather_messages(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
+def gather_messages(communicators: Communicators, mine: Sequence[str], what: str) -> list[str]:
     """Collect the messages of all ranks, without duplicates, by rank. Every rank must call this.
 
     One number is summed first: as a rule no rank has a message, and the objects need not be gathered. A rank
     without peers sums nothing, as reading the sum would wait for the device.
     """
-    if all(group.size == 1 for group in groups.everyone):
+    if all(group.size == 1 for group in communicators.everyone):
         return list(dict.fromkeys(mine))
-    device = groups.dense.shard.device
+    device = communicators.device
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
-    for group in groups.everyone:
+    for group in communicators.everyone:
         group.sum_numbers(count, what)
     messages = list(mine)
     if count.item():
-        for group in groups.everyone:
+        for group in communicators.everyone:
             messages = [one for each in group.gather_objects(messages, what) for one in each]
     return list(dict.fromkeys(messages))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CopyError
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 from zero_full.shard.step.agreement import gather_messages
 
 
@@ -36,7 +36,7 @@ def all_gather_after_copy(group: TrainedGroup) -> None:
     group.parameters.all_gather()
 
 
-def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
+def await_parameters(communicators: Communicators, trained: Sequence[TrainedGroup]) -> None:
     """Wait until all parameters are on the device; raise on every rank if a copy failed on one of them."""
     failures: list[Exception] = []
     for group in trained:
@@ -45,5 +45,5 @@ def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
         except CopyError as error:
             failures.append(error)
     mine = [f"rank {this_rank()}: {failures[0]}"] if failures else []
-    if messages := gather_messages(groups, mine, "parameters that were sent"):
+    if messages := gather_messages(communicators, mine, "parameters that were sent"):
         raise CopyError("; ".join(messages)) from (failures[0] if failures else None)

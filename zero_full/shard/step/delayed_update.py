@@ -32,7 +32,7 @@ from zero_full.shard.group.checksum import column_sums
 from zero_full.shard.group.master import StateByParameter
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 
 KEY = "offload_optimizer.delay_update_after (HostTier.delay_after)"
 PENDING = (
@@ -60,10 +60,10 @@ class DelayedUpdates:
     """Begins and completes delayed updates, if the tier has `delay_after`. See [Note: delayed updates]."""
 
     def __init__(
-        self, base: torch.optim.Optimizer, state: StateByParameter, groups: Groups, after: int
+        self, base: torch.optim.Optimizer, state: StateByParameter, communicators: Communicators, after: int
     ) -> None:
         """`base` is the wrapped optimizer, `state` its state, and `after` the number of ordinary updates."""
-        self.base, self.state, self.groups, self.after = base, state, groups, after
+        self.base, self.state, self.communicators, self.after = base, state, communicators, after
         self.lane = ThreadLane("zero_full-delayed-update")
         self.current: Update | None = None
         self.taken: int | None = None  # updates until now; None: look it up in the optimizer's state
@@ -94,7 +94,7 @@ class DelayedUpdates:
     def _look_up(self) -> int:
         """Return the most steps that any parameter has taken on any rank. Every rank must call this."""
         most = max((int(state.get("step", 0)) for state in self.base.state.values()), default=0)
-        for group in self.groups.everyone:
+        for group in self.communicators.everyone:
             most = max(group.gather_objects(most, "updates until now"))
         return int(most)
 

@@ -62,7 +62,7 @@ from zero_full.shard.group.master import adopt_changed
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup, cut_state, holdings
 from zero_full.shard.group.parameters import GatherState, Member
-from zero_full.shard.group.process_groups import Groups
+from zero_full.shard.group.process_groups import Communicators
 from zero_full.shard.group.registry import register, unregister
 from zero_full.shard.group.released import OFFLOADED
 from zero_full.shard.guards.guard import Guard
@@ -132,38 +132,38 @@ class ZeroOptimizer(OptimizerProxy):
         self,
         base: torch.optim.Optimizer,
         model: nn.Module,
-        parts: Sharded,
-        groups: Groups,
+        sharded: Sharded,
+        communicators: Communicators,
         settings: Settings,
         scaler: StaticScale,
         accumulation: Accumulation,
     ) -> None:
-        self.base, self.parts, self.groups = base, parts, groups
+        self.base, self.sharded, self.communicators = base, sharded, communicators
         # Optimizer.__init__ would copy the param groups, which must stay the wrapped optimizer's own lists.
         # __setstate__ creates torch's other attributes: hooks, and the names that profilers show.
         self.__setstate__({})
-        self.trained, self.settings, self.scaler = parts.trained, settings, scaler
+        self.trained, self.settings, self.scaler = sharded.trained, settings, scaler
         self.accumulation = accumulation
-        self.own_state = cut_state(base, parts.trained, settings.dtypes)
+        self.own_state = cut_state(base, sharded.trained, settings.dtypes)
         self.redirected = RedirectedOptimizer(base, self)
-        device = groups.dense.shard.device
+        device = communicators.device
         self.lane = lane_for(device, settings.overlap)
         self.offload: Offload | None = None
-        if type(settings.tier) is not DeviceTier or type(parts.param_store) is not ParamStore:
-            self.offload = Offload(settings.tier, parts.param_store)
+        if type(settings.tier) is not DeviceTier or type(sharded.param_store) is not ParamStore:
+            self.offload = Offload(settings.tier, sharded.param_store)
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier, self.trained)
-        if groups.tensor is not None:
-            self.steppers.peers_of = partial(PartPeers, tensor=groups.tensor)
+        if communicators.tensor is not None:
+            self.steppers.peers_of = partial(PartPeers, tensor=communicators.tensor)
         self.steppers.attach()
         self.contents = Contents(
-            base, parts, groups, settings.dtypes, self.steppers.kept, self.steppers.owners
+            base, sharded, communicators, settings.dtypes, self.steppers.kept, self.steppers.owners
         )
         self.closed = self.states_offloaded = False
         self.offloaded = OffloadedStorages()
-        self.has_peers = any(each.size > 1 for each in groups.communicators)
+        self.has_peers = any(each.size > 1 for each in communicators.all)
         self.unfinished = UnfinishedStep(self.has_peers)
         self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
         # Makes a context for the name of a phase. While a profiler runs: a range in its trace.
@@ -175,9 +175,9 @@ class ZeroOptimizer(OptimizerProxy):
         self.warned_without_gradients = False
         self.background: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
-        register(self, (m.param for group in parts.groups for m in group.members))
-        self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
-        self.writes = ParameterWrites(parts.groups)
+        register(self, (m.param for group in sharded.groups for m in group.members))
+        self.watch = ModelWatch(model, [m.param for m in self._members()], bool(sharded.sites))
+        self.writes = ParameterWrites(sharded.groups)
         self.guards: list[Guard] = [self.watch, self.writes]  # checked before a forward and a step
         self.step_guards: list[Guard] = [ParamGroups(base)]  # checked before a step only
         self.local_steps: LocalSteps | None = None
@@ -189,7 +189,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.lane,
             settings,
             scaler,
-            parts.spares,
+            sharded.spares,
             BackwardPass(accumulation, scaler, device),
             averages=self.steppers.averages,
             on_begin=self._before_backward,
@@ -200,17 +200,17 @@ class ZeroOptimizer(OptimizerProxy):
         self._note_awake()
         self.delayed: DelayedUpdates | None = None
         if settings.tier.delay_after is not None and device.type != "meta":
-            self.delayed = DelayedUpdates(base, self.own_state, groups, settings.tier.delay_after)
+            self.delayed = DelayedUpdates(base, self.own_state, communicators, settings.tier.delay_after)
             if self.awake:
                 self.delayed.check(self.steppers.choose(self.awake))
         self.hooks: list[Any] = raise_on_gradients(base, model, settings.stage)
         self.state_dict_guards: list[RemovableHandle] = []  # hooks on the model's state_dict
         # The gatherer has its own lane: a prefetch must not wait behind a gradient reduction.
         self.gatherer: ParameterGatherer | None = None
-        if parts.sites:
+        if sharded.sites:
             lane = lane_for(device, settings.overlap)
             self.gatherer = ParameterGatherer(
-                model, parts.sites, lane, settings.gathering, self.reducer, parts.param_store
+                model, sharded.sites, lane, settings.gathering, self.reducer, sharded.param_store
             )
 
     def _members(self) -> list[Member]:
@@ -219,7 +219,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _note_awake(self) -> None:
         """Note which groups take part in steps: those with a trainable parameter, now or earlier."""
         self.awake = [group for group in self.trained if not group.asleep]
-        self.agreement = Agreement(self.groups, self.awake, self.settings.needs_norm)
+        self.agreement = Agreement(self.communicators, self.awake, self.settings.needs_norm)
 
     def _wake(self, group: TrainedGroup) -> None:
         """Add the pieces of a group that is trained from now on to the optimizer's state."""
@@ -316,7 +316,7 @@ class ZeroOptimizer(OptimizerProxy):
             return None  # with peers, another rank may have gradients: always go on to the exchange
         # Also if this rank's pass has failed, or it had none: other ranks wait for it in their reductions.
         reducer.flush()
-        if self.parts.copy_threads is not None:
+        if self.sharded.copy_threads is not None:
             failure = failure or await_gradients(self.awake)
         for member, gradient in () if failure else found.written:
             reducer.put(member, gradient)
@@ -397,7 +397,7 @@ class ZeroOptimizer(OptimizerProxy):
             changed=collected.changed,
             failed=failure is not None,
         )
-        if written and self.groups.tensor is not None:
+        if written and self.communicators.tensor is not None:
             mine = replace(mine, repeated_writes=self.writes.repeated_digest())
         agreed = self._exchange(mine)
         if agreed.late and failure is None:
@@ -427,24 +427,24 @@ class ZeroOptimizer(OptimizerProxy):
     def _adopt_changed(self) -> None:
         """Adopt user code's writes to slices of parameters; raise on every rank if a copy failed."""
         masters, problem = [group.master for group in self.awake], ""
-        if self.parts.copy_threads is None:  # nothing is copied between device and host
+        if self.sharded.copy_threads is None:  # nothing is copied between device and host
             return adopt_changed(masters)
         try:
             adopt_changed(masters)
         except Exception as error:
             problem = f"rank {this_rank()} could not copy to the host what was written to parameters: {error}"
-        raise_on_all_ranks(self.groups, problem)
+        raise_on_all_ranks(self.communicators, problem)
 
     def _decide(self, agreed: Agreed) -> Decision:
         """Decide to apply or skip the step, from values that are equal on all ranks."""
         if self.settings.require_all_used:
-            check_all_used(self.groups, self.awake, self.reducer.used)
+            check_all_used(self.communicators, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.reducer.state.scale
         finite = norm is None or isfinite(norm)
         checks_overflow = self.settings.check_overflow or self.reducer.state.next_clip is not None
         applies = finite or (not self.reducer.state.are_local and not checks_overflow)
         if not finite:
-            loss, everyone = self.accumulation.loss, self.groups.everyone
+            loss, everyone = self.accumulation.loss, self.communicators.everyone
             self.report.log_report(self.trained, loss, everyone, applies, self.scaler)
         return Decision(applies, finite, norm, agreed.used, self._clip)
 
@@ -467,7 +467,7 @@ class ZeroOptimizer(OptimizerProxy):
             setattr(self.base, OPT_CALLED, True)
             self.writes.forget()
             return decision
-        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.copy_threads)
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.sharded.copy_threads)
         on_change = self.unfinished.change
         if not stepper.fuses and factor != 1.0:
             on_change = partial(self._begin_to_change, factor)
@@ -478,7 +478,7 @@ class ZeroOptimizer(OptimizerProxy):
             return replace(decision, finite=False, applies=False)
         # Raise on every rank before the all-gather spreads slices of a failed read.
         if self.offload is not None and self.offload.can_fail:
-            raise_on_all_ranks(self.groups, self.offload.lost)
+            raise_on_all_ranks(self.communicators, self.offload.lost)
         self.reducer.state.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, OPT_CALLED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
@@ -510,14 +510,14 @@ class ZeroOptimizer(OptimizerProxy):
         if whole:
             gather = partial(self._gather_all, whole)
             self.lane.submit(gather, whole.values(), [self.lane.producer()]).wait()
-        if self.parts.copy_threads is not None:
-            await_parameters(self.groups, trained)
+        if self.sharded.copy_threads is not None:
+            await_parameters(self.communicators, trained)
 
     def _gather_all(self, groups: Iterable[TrainedGroup]) -> None:
         """All-gather the parameters of these groups. Runs on the lane, as one job."""
         posted: list[Pending] = []
         for group in groups:
-            if self.parts.copy_threads is not None:
+            if self.sharded.copy_threads is not None:
                 all_gather_after_copy(group)
             elif (pending := group.parameters.post()) is not None:
                 posted.append(pending)
@@ -702,9 +702,9 @@ class ZeroOptimizer(OptimizerProxy):
         self.unfinished.check_values(call)
         if self.contents.stepper.ranks_differ:
             raise RuntimeError(
-                f"{call} between local steps, while parameters differ between ranks. Call meet() of the "
-                "engine's optimizer on every rank first, which synchronizes them (save_checkpoint does not "
-                "need it)"
+                f"{call} between local steps of 0/1 Adam, in which parameters differ between ranks. Call "
+                "meet() of the engine's optimizer on every rank first, which synchronizes them "
+                "(save_checkpoint does not need it)"
             )
 
     def check_no_pending_update(self, call: str) -> None:
@@ -755,13 +755,13 @@ class ZeroOptimizer(OptimizerProxy):
 
         model_parallel  False: only ranks that have the same parameters make this call
         """
-        groups = self.groups
-        for calls in groups.user_calls + groups.model_parallel_calls * model_parallel:
+        communicators = self.communicators
+        for calls in communicators.user_calls + communicators.model_parallel_calls * model_parallel:
             calls(call, self._drain_lanes)
 
     def announce_call(self, call: str) -> None:
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
-        for calls in self.groups.user_calls + self.groups.model_parallel_calls:
+        for calls in self.communicators.user_calls + self.communicators.model_parallel_calls:
             calls.announce(call)
 
     @contextmanager
@@ -810,7 +810,7 @@ class ZeroOptimizer(OptimizerProxy):
                 "passes"
             )
         try:
-            raise_on_all_ranks(self.groups, self._problem_of(delayed, update))
+            raise_on_all_ranks(self.communicators, self._problem_of(delayed, update))
         except RuntimeError as error:
             delayed.broken = str(error)
             raise
@@ -884,8 +884,8 @@ class ZeroOptimizer(OptimizerProxy):
         """Remove hooks from the model; with `gather` leave whole parameters. Every rank must call this."""
         if self.contents.stepper.ranks_differ and not gather and this_rank() == 0:
             log.warning(
-                "destroy between local steps leaves parameters that differ between ranks. Call meet() of the "
-                "engine's optimizer before destroy, or destroy(gather=True)"
+                "destroy between local steps of 0/1 Adam leaves parameters that differ between ranks. Call "
+                "meet() of the engine's optimizer before destroy, or destroy(gather=True)"
             )
         for finish in (
             self.reducer.close,
@@ -898,7 +898,7 @@ class ZeroOptimizer(OptimizerProxy):
         try:
             if self.gatherer is not None:
                 self.gatherer.close()
-                for group in self.parts.groups if gather else ():
+                for group in self.sharded.groups if gather else ():
                     self.gatherer.gather_exactly(group)
         finally:  # threads, files and groups are closed even if a gather has failed
             self._free()
@@ -911,8 +911,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.lane.close()
         if self.delayed is not None:
             self.delayed.close()
-        if self.parts.copy_threads is not None:
-            self.parts.copy_threads.close()
+        if self.sharded.copy_threads is not None:
+            self.sharded.copy_threads.close()
         if self.offload is not None:
             self.offload.close()
         away = [group.master for group in self.trained if group.master.tier.lost]
@@ -920,12 +920,12 @@ class ZeroOptimizer(OptimizerProxy):
         for master in away:
             master.leave()
         # While parameters are released, `state_dict` of the model must go on to raise.
-        if all(flat.state is GatherState.WHOLE for flat in self.parts.flats):
+        if all(flat.state is GatherState.WHOLE for flat in self.sharded.flats):
             for guard in self.state_dict_guards:
                 guard.remove()
         unregister(self.watch.names)
-        unregister(m.param for group in self.parts.groups for m in group.members)
-        self.groups.close()
+        unregister(m.param for group in self.sharded.groups for m in group.members)
+        self.communicators.close()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -942,12 +942,12 @@ class ZeroOptimizer(OptimizerProxy):
 
         `groups`: the groups to list parameters of; None: all.
         """
-        copy_threads, stepper = self.parts.copy_threads, self.contents.stepper
+        copy_threads, stepper = self.sharded.copy_threads, self.contents.stepper
         others = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
         away = [*self.settings.tier.held()]
         if self.delayed is not None:
             away += self.delayed.gradient_copies.values()
         if copy_threads is not None:
             away += copy_threads.held()
-        listed = self.parts.groups if groups is None else groups
+        listed = self.sharded.groups if groups is None else groups
         return holdings([*listed], self.trained, self.base.state, others, away)

@@ -105,7 +105,7 @@ class Steppers:
         if copy_threads is None and settings.part_numel is None and not self.tier.is_offloaded:
             return [stepped]
         one_by_one = copy_threads is not None and self.own is None and not self.tier.moves
-        return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
+        return join_groups(stepped, 1 if one_by_one else settings.part_numel)
 
     def step(
         self,
@@ -180,15 +180,15 @@ class Steppers:
             group.master.put_away()
 
 
-def sub_groups(stepped: Sequence[TrainedGroup], limit: int | None) -> list[list[TrainedGroup]]:
-    """Join neighbouring groups in the same tier up to `limit` elements on this rank, at least one group.
+def join_groups(stepped: Sequence[TrainedGroup], limit: int | None) -> list[list[TrainedGroup]]:
+    """Join neighbouring groups of one tier into parts of up to `limit` elements, at least one group each.
 
     None: no limit.
     """
     together: list[list[TrainedGroup]] = []
     room: float = 0
     for group in stepped:
-        numel = group.layout.shard
+        numel = group.layout.shard_numel
         if (
             not together
             or numel > room
