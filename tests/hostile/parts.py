@@ -328,7 +328,10 @@ def recorded(run: Run) -> None:
         run.step(1)
 
 
-@event(BOTH, "rank 0: another learning rate", r"lr of group 0: .* \(rank 0\)|no other rank has its part")
+ANOTHER_RATE = r"lr of group 0: .* \(rank 0\)|rank 0: lr: .*; rank 1: lr: |no other rank has its part"
+
+
+@event(BOTH, "rank 0: another learning rate", ANOTHER_RATE)
 def one_rank_is_faster(run: Run) -> None:
     if run.rank == 0:
         run.engine.optimizer.param_groups[0]["lr"] *= 2

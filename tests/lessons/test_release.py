@@ -148,12 +148,14 @@ def test_two_lessons_that_no_one_has_chosen_can_be_passed(tmp_path: Path) -> Non
 def test_all_lessons_one_after_the_other_in_a_release(tmp_path: Path) -> None:
     folder = tmp_path / "release"
     release.release(folder)
+    total = 0
     for lesson in IN_ORDER:
         answer_all(folder, lesson)
         done = run_there(folder, "check", str(lesson.number), "--json")
         said = json.loads(done.stdout)
         assert done.returncode == 0 and said["points"] == said["of"], done.stdout + done.stderr
+        total += said["of"]
     done = run_there(folder, "run", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     done = run_there(folder, "handin", *ALL, "--name", "Ada")
-    assert done.returncode == 0 and "870 of 870 points" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{total} of {total} points" in done.stdout, done.stdout + done.stderr

@@ -108,7 +108,7 @@ def whole_state_dict(
                 failure = error
     if optimizer.gatherer is not None:
         problem = "" if failure is None else f"rank {this_rank()}: {type(failure).__name__}: {failure}"
-        told = gather_messages(optimizer.groups, [problem] if problem else [], "a state dict")
+        told = gather_messages(optimizer.communicators, [problem] if problem else [], "a state dict")
         if failure is not None:
             raise failure
         if told:
@@ -507,7 +507,7 @@ class GatheredParameters:
                     lane.submit(gather, [flat.full], [lane.producer()]).wait()
                 else:
                     kept += self._take_back(group, [m for m in members if m.name in changed], mine)
-            kept = gather_messages(optimizer.groups, kept, "changed parameters")
+            kept = gather_messages(optimizer.communicators, kept, "changed parameters")
         undone = [name for name in changed if name not in kept]
         how = ["and the change was undone"] if undone else []
         if kept:
