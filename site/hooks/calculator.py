@@ -210,7 +210,7 @@ def _kept(case: Case, kind: str) -> dict[str, int]:
     for found in product(BYTES, BYTES, BYTES):  # the first that needs no more than it must
         each = dict(zip(("slice", "whole", "numbers"), found, strict=True))
         if answers == [
-            each["slice"] * at.shard + each["whole"] * at.total + each["numbers"] * sum(at.numels)
+            each["slice"] * at.shard_numel + each["whole"] * at.total + each["numbers"] * sum(at.numels)
             for at in layouts
         ]:
             return {size: number for size, number in each.items() if number}
@@ -224,7 +224,7 @@ def _passing(case: Case, *candidates: Sequence[int]) -> dict[str, int]:
     layouts = [case.layout(*each) for each in asked]
     for waiting, arriving, reducing in product(*candidates, BYTES):
         if answers == [
-            waiting * at.total + max(arriving * max(at.numels), reducing * at.shard) for at in layouts
+            waiting * at.total + max(arriving * max(at.numels), reducing * at.shard_numel) for at in layouts
         ]:
             return {"waiting": waiting, "arriving": arriving, "reducing": reducing}
     raise SiteError(f"site/hooks/calculator.py: gradients of {case} pass in another way now: {answers}")

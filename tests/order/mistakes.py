@@ -167,7 +167,7 @@ def leave_here(
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
     """Slices travel, and only then follow their masters."""
-    pending = [self.lane.submit(v.all_gather, [], [self.lane.producer()]) for v in self.parts.flats]
+    pending = [self.lane.submit(v.all_gather, [], [self.lane.producer()]) for v in self.sharded.flats]
     for group in self.trained:
         group.master.copy_master()
     for each in pending:

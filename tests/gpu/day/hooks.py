@@ -104,7 +104,7 @@ def check(place: Place) -> None:
         model = Units(count, width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         sharded = shard(model.to(place.device), optimizer, settings_of(stage, width))
-        units = len(sharded.parts.sites)
+        units = len(sharded.sharded.sites)
         assert units == (count if stage == 3 else 0), f"{units} units at stage {stage}"
         found = timed(place, model, sharded, x)
         for kind, name in (("micro-batch", f"stage {stage}"), ("step", "step")):
