@@ -13,26 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")
+from zero_full.control_groups import ROOT, control_groups, read_text
 
 
 class CgroupFiles(NamedTuple):
     """Names of the memory files in one version of control groups."""
 
-    base: str
     limit: str
     usage: str
     reclaimable: tuple[str, ...]  # lines of memory.stat: memory that the kernel can reclaim
 
 
-CGROUP_V2 = CgroupFiles(
-    "sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
-)
+CGROUP_V2 = CgroupFiles("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 CGROUP_V1 = CgroupFiles(
-    "sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
 
 
@@ -80,7 +74,7 @@ def gib(size: int) -> str:
 
 def memory_limits(host: str, root: Path = ROOT) -> Iterator[Limit]:
     """Yield the limits on this process. `host`: a unique name of the machine."""
-    free = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    free = re.search(r"MemAvailable:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     if free:
         yield Limit("MemAvailable", host, int(free[1]) * 1024, "free memory on this host")
     yield from _of_control_groups(host, root)
@@ -93,26 +87,20 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
         namespace = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
         namespace = ""
-    for line in _text(root / "proc/self/cgroup").splitlines():  # number:controllers:path
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        files = CGROUP_V2 if number == "0" else CGROUP_V1 if "memory" in controllers.split(",") else None
-        if files is None:
-            continue
-        base, inside = root / files.base, Path(path.lstrip("/"))
-        for place in (base / inside, *(base / above for above in inside.parents)):
-            limit, used = _number(place / files.limit), _used(place, files)
-            if limit is not None and used is not None:
-                group = f"control group /{place.relative_to(base).as_posix().strip('.')}"
-                # Without a namespace a container sees its own group as the outermost, with any path.
-                shared_by = f"{host} {namespace} {place} {path if place == base else ''}"
-                name = f"{group}: limit {gib(limit)}, in use {gib(used)}"
-                yield Limit(name, shared_by, max(0, limit - used), "give the container more memory")
+    for place, base, path, is_v2 in control_groups("memory", root):
+        files = CGROUP_V2 if is_v2 else CGROUP_V1
+        limit, used = _number(place / files.limit), _used(place, files)
+        if limit is not None and used is not None:
+            group = f"control group /{place.relative_to(base).as_posix().strip('.')}"
+            # Without a namespace a container sees its own group as the outermost, with any path.
+            shared_by = f"{host} {namespace} {place} {path if place == base else ''}"
+            name = f"{group}: limit {gib(limit)}, in use {gib(used)}"
+            yield Limit(name, shared_by, max(0, limit - used), "give the container more memory")
 
 
 def _used(place: Path, files: CgroupFiles) -> int | None:
     """Return the bytes in use that the kernel cannot reclaim."""
-    usage, stat = _number(place / files.usage), _text(place / "memory.stat")
+    usage, stat = _number(place / files.usage), read_text(place / "memory.stat")
     if usage is None:
         return None
     found = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
@@ -120,8 +108,8 @@ def _used(place: Path, files: CgroupFiles) -> int | None:
 
 
 def _of_process(host: str, root: Path) -> Iterator[Limit]:
-    limit = re.search(r"Max address space\s+(\d+)", _text(root / "proc/self/limits"))
-    pages = _text(root / "proc/self/statm").partition(" ")[0]
+    limit = re.search(r"Max address space\s+(\d+)", read_text(root / "proc/self/limits"))
+    pages = read_text(root / "proc/self/statm").partition(" ")[0]
     if limit and pages.isdigit():
         size, used = int(limit[1]), int(pages) * mmap.PAGESIZE
         name = f"ulimit -v: limit {gib(size)}, in use {gib(used)}"
@@ -129,12 +117,5 @@ def _of_process(host: str, root: Path) -> Iterator[Limit]:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None  # "max" is no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
