@@ -294,11 +294,12 @@ def one_is_faster(run: Run) -> None:
     run.step(1)
 
 
+def fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
 @event(BOTH, "the first part: a hook on step that fails", "on purpose")
 def one_fails(run: Run) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("on purpose")
-
     if run.is_first:
         run.engine.basic_optimizer.register_step_pre_hook(fail)
     run.step(1)
@@ -306,9 +307,6 @@ def one_fails(run: Run) -> None:
 
 @event(BOTH, "the first part: a hook on our optimizer's step that fails", "on purpose")
 def one_of_ours_fails(run: Run) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("on purpose")
-
     if run.is_first:
         run.engine.optimizer.register_step_pre_hook(fail)
     run.step(1)

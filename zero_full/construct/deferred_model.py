@@ -43,7 +43,7 @@ Deliver = Callable[[str, Tensor], None]  # receives a name and its values
 
 
 class Deferred:
-    """The parameters and buffers of a model whose construction was deferred: recorded ones have no values.
+    """The parameters and buffers of a model: those that were only recorded at construction have no values.
 
     Creating this object moves the recorded ones to the device, where they take no memory. They stay the same
     objects, as an optimizer may hold them already. If `initialize` fails, this is undone.

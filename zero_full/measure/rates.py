@@ -499,7 +499,10 @@ def _seconds_of(act: Callable[[], object]) -> float:
 
 
 def pipeline_seconds(clock: Clock, rates: MachineRates) -> list[float]:
-    """Return the seconds of a step and of an operation of a pipeline. See [Note: what is left]."""
+    """Return what a pipeline takes beyond computation and messages: seconds per step, and per operation.
+
+    See [Note: what is left].
+    """
     left, counts, x = list[float](), list[int](), torch.randn(TOKENS, WIDTH)
     for blocks in clock.sizes.blocks:
         count = blocks * clock.world  # micro-batches

@@ -467,7 +467,7 @@ def are_equal(count: float, total: float, squares: float) -> bool:
 
 
 def mark_of(what: Any, bits: int) -> float:
-    """Hash anything whose `repr` is equal on every rank into a number of so many bits."""
+    """Return a hash of a value's `repr` as a number of `bits` bits: equal on ranks with equal values."""
     return float(zlib.crc32(repr(what).encode()) >> (32 - bits))
 
 
