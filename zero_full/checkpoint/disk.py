@@ -11,7 +11,6 @@ would hold the data, and the disk would be idle until the end.
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import stat
@@ -23,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 
 from zero_full.errors import CheckpointError
+from zero_full.kernels.files import NOT_DIRECT
 from zero_full.threads import make_thread, start_threads
 
 MAX_BYTES = 1 << 30  # of a manifest or a rank\'s JSON file; a larger one is damaged
@@ -31,8 +31,6 @@ PIECE = 1 << 24  # bytes that a thread writes while the next ones are collected
 FLUSH_BYTES = 1 << 26  # bytes in the page cache after which the thread flushes a file that is being written
 PAGE = max(4096, mmap.PAGESIZE)
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
-# Errors of O_DIRECT where the file system or the device lacks it. EIO is the disk's: it is raised.
-NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTSUP)
 Checksum = Callable[[memoryview, int], int]  # as `zlib.crc32`
 THREADS = 4  # threads that compute checksums
 MIN_THREADED = 8  # blocks; fewer are computed without threads

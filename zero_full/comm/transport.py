@@ -24,6 +24,7 @@ from torch import Tensor
 from zero_full._compat import all_gather_single, reduce_scatter_single
 from zero_full.kernels import reference
 from zero_full.kernels.load import compiled_for, operators
+from zero_full.kernels.ops import DTYPES
 
 Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, elements and their type
 NO_CALL: Call = ("a barrier", "all ranks", 0, torch.float32)  # where no collective was named
@@ -31,7 +32,6 @@ MESSAGE = 2**19  # elements per message of a reduce-scatter: large enough for sp
 ROOM = 2**20  # elements received at a time from all other ranks: small enough that memory is reused
 TAG = 2**20 + 1  # of messages: on a group that user code uses, too, its messages have others (0 by default)
 CPU = torch.device("cpu")
-COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # the types of the compiled sum
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
 
     `out` may be one of the pieces. The compiled operator and the reference give the same bits.
     """
-    is_compiled = out.dtype in COMPILED and pieces[0].dtype in COMPILED and compiled_for(CPU)
+    is_compiled = out.dtype in DTYPES and pieces[0].dtype in DTYPES and compiled_for(CPU)
     by = operators(CPU) if is_compiled else reference
     by.sum_and_divide(pieces, out, divisor)
 

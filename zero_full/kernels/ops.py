@@ -16,6 +16,7 @@ from zero_full.kernels import reference
 LIBRARY = torch.library.Library("zero_full", "DEF")  # one set of operators per process
 Fake = Callable[..., Any]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of numbers that compiled operators take
 SCHEMAS = {
     "adam_step": (
         "(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import clean_name, foreach_add
 from zero_full.kernels.load import compiled_for, operators
+from zero_full.kernels.ops import DTYPES
 from zero_full.optim.arguments import check_fixed, flag
 from zero_full.optim.step import (
     Kind,
@@ -31,7 +32,6 @@ from zero_full.optim.step import (
 )
 from zero_full.precision.dtypes import Dtypes
 
-GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (torch.float32, torch.bfloat16)
 VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
@@ -151,7 +151,7 @@ class FusedAdamStep(Stepper):
         if not is_plain_adam(self.base, self.own_step):
             return False
         for master, gradient, device in kinds:
-            if master not in MASTERS or gradient not in GRADIENTS:
+            if master not in MASTERS or gradient not in DTYPES:
                 return False
             needs_ours = self.rounding_keys is not None or self.moments[master] != master
             if not (needs_ours or self.compiled_for(device)):
@@ -167,7 +167,7 @@ class FusedAdamStep(Stepper):
                 "or options in tensors"
             )
         for master, gradient, _ in kinds:
-            if master not in MASTERS or gradient not in GRADIENTS:
+            if master not in MASTERS or gradient not in DTYPES:
                 raise TypeError(
                     f"bf16.stochastic_rounding does not support masters in {master} with gradients in "
                     f"{gradient}: masters must be bf16 or fp32, gradients bf16, fp16 or fp32"

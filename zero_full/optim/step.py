@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 from zero_full._compat import disable_step_hooks, is_wrapped_by_schedule, unhooked_step
 from zero_full.kernels import reference
 from zero_full.kernels.load import operators
+from zero_full.kernels.ops import DTYPES
 
 Kind = tuple[torch.dtype, torch.dtype, torch.device]  # of masters: dtype, dtype of their gradients, device
 
@@ -320,7 +321,7 @@ class TorchStep(Stepper):
 
     @property
     def takes_parts(self) -> bool:
-        """True for classes of torch and of zero_full whose `step` was not overridden on this instance."""
+        """Whether `step` may be called for some of the parameters: it is torch's or ours, not overridden."""
         known = type(self.optimizer).__module__.split(".")[0] in ("torch", "zero_full")
         return known and steps_as_its_class(self.optimizer, self.own_step)
 
@@ -404,8 +405,7 @@ def copy_on(device: torch.device, here: Tensor) -> Tensor:
 def operators_for(pieces: Sequence[Piece]) -> Any:
     """Return the compiled operators if they take these pieces, else the reference, which takes any."""
     given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
-    supported = (torch.float32, torch.bfloat16, torch.float16)
-    takes = all(t.dtype in supported for t in given) and all(
+    takes = all(t.dtype in DTYPES for t in given) and all(
         piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
     )
     return operators(given[0].device) if given and takes else reference

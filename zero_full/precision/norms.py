@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from zero_full.kernels.load import compiled_for, operators
+from zero_full.kernels.ops import DTYPES
 
-COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 PIECE = 2**22  # elements that are copied to fp64 at a time
 
 
@@ -30,7 +30,7 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device, exactly: bool 
         if not tensor.is_meta:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, same in by_dtype.items():
-        if dtype in COMPILED and compiled_for(device):
+        if dtype in DTYPES and compiled_for(device):
             in_order = list(map(Tensor.contiguous, same))
             total = total + operators(device).unscale_norm_check(in_order, 1.0)[0]
         elif exactly:

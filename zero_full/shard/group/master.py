@@ -209,10 +209,10 @@ class Master:
     def take_changes(self) -> None:
         """Take the changes so far, those between steps included, and note later ones from now on."""
         assert self.changes is not None
-        if not self._observes_master(self.changes):
-            return self.changes.take(None)
-        self.changes.look(self.values)
-        self.changes.take(self.values)
+        watched = self.values if self._observes_master(self.changes) else None
+        if watched is not None:
+            self.changes.look(watched)
+        self.changes.take(watched)
 
     def _observes_master(self, changes: ChangedElements) -> bool:
         """Whether the observed slice is the master itself, in which user code may write unseen."""
