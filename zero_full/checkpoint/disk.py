@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
+from zero_full.direct_io import NOT_DIRECT, O_DIRECT
 from zero_full.errors import CheckpointError
-from zero_full.kernels.files import NOT_DIRECT
 from zero_full.threads import make_thread, start_threads
 
 MAX_BYTES = 1 << 30  # of a manifest or a rank\'s JSON file; a larger one is damaged
@@ -30,7 +30,6 @@ BLOCK = 1 << 20  # bytes per checksum
 PIECE = 1 << 24  # bytes that a thread writes while the next ones are collected
 FLUSH_BYTES = 1 << 26  # bytes in the page cache after which the thread flushes a file that is being written
 PAGE = max(4096, mmap.PAGESIZE)
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 Checksum = Callable[[memoryview, int], int]  # as `zlib.crc32`
 THREADS = 4  # threads that compute checksums
 MIN_THREADED = 8  # blocks; fewer are computed without threads

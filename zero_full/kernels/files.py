@@ -35,18 +35,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zero_full.direct_io import NOT_DIRECT, O_DIRECT
 from zero_full.kernels import load
 from zero_full.threads import start_threads
 
 PAGE = max(4096, mmap.PAGESIZE)
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)  # not on Windows
 MOST_IN_FLIGHT = 64  # transfers; each has two files open, and a process may often open only 1024
 END_OF_FILE = -1  # instead of an errno
 NO_MEMORY = -2  # instead of a transfer's number
-# Errors of O_DIRECT: unaligned blocks, memory that cannot be pinned, file systems that lack it. EIO is none
-# of them: it is the disk's, and a write through the page cache would only hide it until later.
-NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTSUP)
 POLL_MILLISECONDS = 100  # the delay of Ctrl-C, at most
 
 AnyPath = str | os.PathLike[str]
