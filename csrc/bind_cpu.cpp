@@ -72,12 +72,25 @@ static void sum_and_divide_op(Tensors terms, Tensor out, double divisor) {
   sum_and_divide({memory.data(), int64_t(memory.size()), type}, out.data_ptr(), type_of_sum, out.numel(), divisor);
 }
 
+static void nontemporal_copy_op(Tensor source, Tensor out) {
+  const char* op = "nontemporal_copy";
+  check_memory(source, out, op, "source");
+  check_memory(out, source, op, "out");
+  STD_TORCH_CHECK(
+      source.scalar_type() == out.scalar_type(), "zero_full::", op, ": source and out must be of one type");
+  STD_TORCH_CHECK(
+      source.numel() == out.numel(), "zero_full::", op, ": source has ", source.numel(), " elements, out ",
+      out.numel());
+  nontemporal_copy(source.data_ptr(), out.data_ptr(), out.numel() * int64_t(out.element_size()));
+}
+
 }  // namespace zf::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(zero_full, CPU, m) {
   using namespace zf::cpu;
   ZF_IMPLEMENTATIONS(m)
   m.impl("sum_and_divide", TORCH_BOX(&sum_and_divide_op));
+  m.impl("nontemporal_copy", TORCH_BOX(&nontemporal_copy_op));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_full, m) { m.def("cpu_isa(int wanted) -> int"); }

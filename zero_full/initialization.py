@@ -24,6 +24,7 @@ from zero_full.engine.loader import RankLoader
 from zero_full.engine.monitors import Monitors, is_monitored
 from zero_full.errors import ConfigError
 from zero_full.formatting import listed
+from zero_full.freed_memory import keep_freed_memory
 from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
 from zero_full.pipeline.module import PipelineModule
 from zero_full.pipeline.setup import open_pipeline, pipeline_engine
@@ -117,6 +118,8 @@ def initialize(
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     device = wrapped.communicators.device
+    if device.type == "cpu":
+        keep_freed_memory()
     plan = partial(_planned, model, wrapped, checked, data_ranks)
     engine = kind(model, wrapped, resolved, device, schedule, loader, data_ranks, plan)
     if (path := checked.debug.record) is not None:  # if one rank cannot write, all ranks raise

@@ -49,6 +49,9 @@ void dequantize_blocks(
 // On the CPU only.
 void sum_and_divide(const Terms&, void* out, Type, int64_t numel, double divisor);
 
+// A copy that does not fetch the lines of `out` into this core's caches. On the CPU only.
+void nontemporal_copy(const void* source, void* out, int64_t bytes);
+
 // How many doubles of workspace the functions above want.
 int64_t unscale_workspace(const Piece*, int64_t count);
 int64_t lamb_workspace(const Slot*, int64_t count);

@@ -91,6 +91,10 @@ void sum_and_divide(const Terms& terms, void* out, Type type, int64_t numel, dou
   PASS_ON(sum_and_divide, terms, out, type, numel, divisor)
 }
 
+void nontemporal_copy(const void* source, void* out, int64_t bytes) {
+  PASS_ON(nontemporal_copy, source, out, bytes)
+}
+
 int64_t unscale_workspace(const Piece* pieces, int64_t count) { return v2::unscale_workspace(pieces, count); }
 int64_t lamb_workspace(const Slot* slots, int64_t count) { return v2::lamb_workspace(slots, count); }
 int64_t sign_workspace(int64_t numel, int64_t pieces) { return v2::sign_workspace(numel, pieces); }

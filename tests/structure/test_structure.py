@@ -44,7 +44,7 @@ ROOMS = (  # of zero_full, from top to bottom: a file imports from its own room 
     {"arguments", "progress"},
     {"_compat", "errors", "formatting", "interrupt", "kernels", "layout", "lazy_names", "nested"},
     {"cpus", "threads"},
-    {"control_groups", "direct_io"},
+    {"control_groups", "direct_io", "freed_memory"},
 )
 KNOWS_NOTHING_OF = {  # what stands further down and is another matter nevertheless
     "assemble": {"config"},  # it is typed

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,8 +58,9 @@ HALF = 64  # bytes of half a window
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Messages and what is summed at a time: a few elements."""
+    """Messages and what is summed at a time: a few elements. Windows are written in both ways by turns."""
     with (
+        mock.patch.multiple(shared, TIMED=16, PIECES=3, TRIES=2),
         mock.patch.object(transport, "MESSAGE", 7),
         mock.patch.object(transport, "ROOM", 12),  # of four ranks, pieces of 4
         mock.patch.dict(reference.PIECE, cpu=3),
@@ -278,6 +280,33 @@ CALLS = [_scatter, _gather, _reduce, _sum, _exchange]
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_dawdle_never_read_what_belongs_to_another_call(world: int, way: str) -> None:
     assert POOL.run(many_calls, world, way, 60) == [60] * world
+
+
+def test_windows_are_written_in_the_faster_way_which_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, takes = [0.0], {"plain": 1.0, "nontemporal": 1.0}
+    piece, place = torch.arange(shared.TIMED, dtype=torch.uint8), torch.zeros(shared.TIMED, dtype=torch.uint8)
+
+    class Place:
+        def copy_(self, given: Tensor) -> None:
+            now[0] += takes["plain"]
+            place.copy_(given)
+
+    def nontemporal_copy(given: Tensor, _: Any) -> None:
+        now[0] += takes["nontemporal"]
+        place.copy_(given)
+
+    operators = SimpleNamespace(nontemporal_copy=nontemporal_copy)
+    monkeypatch.setattr(shared, "compiled_for", lambda _: True)
+    monkeypatch.setattr(shared, "operators", lambda _: operators)
+    monkeypatch.setattr(shared, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    write, chosen = shared.WindowWriter(), []
+    for takes["plain"], takes["nontemporal"] in [(1.0, 0.7), (5.0, 1.0), (5.0, 1.0), (1.0, 1.3), (1.0, 9.0)]:
+        for _ in range(shared.PIECES + shared.TRIES):
+            write(piece, Place())  # type: ignore[arg-type]
+            assert torch.equal(place, piece)
+            place.zero_()
+        chosen.append(write.nontemporal)
+    assert chosen == [False, True, True, False, False]
 
 
 # Where there is no shared memory -----------------------------------------------------------------

@@ -10,6 +10,12 @@ on it also after a collective that an interrupt (KeyboardInterrupt) has ended on
 
 The memory has no name in the file system. The kernel frees it when the last process that maps it ends.
 
+[Note: nontemporal stores] What a window held before is in the caches of the cores that have read it. If
+these share no cache with the writer's core, each line is fetched from there before it is written, which
+takes five times as long as nontemporal stores, past the caches. If they share one, plain stores are faster,
+also for the readers. Nothing tells a process which it is, and a virtual machine's cores move. So each rank
+by itself measures both ways in every round of pieces. The bytes are the same.
+
 [Note: spin barrier] Every rank has a counter that all ranks can read: how many barriers it has entered. To
 enter one, a rank increments its own and waits until the others' are as high. That takes microseconds, where a
 message takes a quarter of a millisecond. It needs stores that become visible in the order in which they are
@@ -33,6 +39,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
@@ -44,6 +51,7 @@ from zero_full._compat import timeout_of
 from zero_full.comm.fork_safety import in_this_process_only
 from zero_full.comm.transport import BackendTransport, Call, Splits, add_up, describe_call, own_slice
 from zero_full.errors import DesyncError
+from zero_full.kernels.load import compiled_for, operators
 
 CPU = torch.device("cpu")
 HALF = 2 * 2**20  # bytes of half a window
@@ -55,6 +63,8 @@ LONG_SLEEP_S = 1e-3
 SHORT_WAIT_S = 0.05  # then a rank sleeps longer, and looks each time whether the other's process runs
 NUMBER, TEXT = 8, 256  # bytes
 PLACE = 3 * NUMBER + TEXT  # bytes of a rank: its counter, two checksums, the text of its call
+TIMED = 2**16  # bytes of the smallest piece that is worth a choice between two ways to write it
+PIECES, TRIES = 250, 6  # of a round: those in the present way, then those in the other, of which two are slow
 TEXTS_WAIT_S = 2.0  # how long a rank waits for the texts of the others
 ORDERED_STORES = ("x86_64", "AMD64")
 
@@ -110,6 +120,7 @@ class SharedMemory(BackendTransport):
         super().__init__(group)
         half = (windows[0].numel() - PLACE) // 2
         self.windows, self.halves = windows, Halves(windows, self.rank, half)
+        self.write = WindowWriter()
         self.barrier: SpinBarrier | MessageBarrier = MessageBarrier(group)
         if all(pids):
             places = [window[2 * half :] for window in windows]
@@ -126,7 +137,7 @@ class SharedMemory(BackendTransport):
             half, numel = halves[self.barrier.turn()], min(halves[0].slot, shard - low)
             for rank in self.others:
                 start = rank * shard + low
-                half.sent[rank][:numel].copy_(whole[start : start + numel])
+                self.write(whole[start : start + numel], half.sent[rank][:numel])
             self.barrier(self.call)
             start = self.rank * shard + low
             pieces = [whole[start : start + numel]] * self.size
@@ -140,7 +151,7 @@ class SharedMemory(BackendTransport):
         for low in range(0, shard, halves[0].numel):
             half, numel = halves[self.barrier.turn()], min(halves[0].numel, shard - low)
             start = self.rank * shard + low
-            half.whole[self.rank][:numel].copy_(whole[start : start + numel])
+            self.write(whole[start : start + numel], half.whole[self.rank][:numel])
             self.barrier(self.call)
             for rank in self.others:
                 start = rank * shard + low
@@ -175,7 +186,7 @@ class SharedMemory(BackendTransport):
             half, high = halves[self.barrier.turn()], low + halves[0].slot
             for rank in self.others:
                 piece = theirs[rank][low:high]
-                half.sent[rank][: piece.numel()].copy_(piece)
+                self.write(piece, half.sent[rank][: piece.numel()])
             self.barrier(self.call)
             for rank in self.others:
                 piece = mine[rank][low:high]
@@ -185,6 +196,32 @@ class SharedMemory(BackendTransport):
         """Run a reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)
+
+
+class WindowWriter:
+    """Copies pieces to a window in the faster of two ways: see [Note: nontemporal stores]."""
+
+    def __init__(self) -> None:
+        self.nontemporal = False
+        self.times: list[float] = []  # seconds a byte, of this round's pieces
+
+    def __call__(self, piece: Tensor, place: Tensor) -> None:
+        """Copy a piece to its place."""
+        if piece.nbytes < TIMED or not compiled_for(CPU):
+            place.copy_(piece)
+            return
+        tries_other = len(self.times) >= PIECES
+        start = time.perf_counter()
+        if self.nontemporal is not tries_other:
+            operators(CPU).nontemporal_copy(piece, place)
+        else:
+            place.copy_(piece)
+        self.times.append((time.perf_counter() - start) / piece.nbytes)
+        if len(self.times) == PIECES + TRIES:
+            present, other = median(self.times[:PIECES]), median(self.times[PIECES:])
+            plain, nontemporal = (other, present) if self.nontemporal else (present, other)
+            self.nontemporal = 2 * nontemporal < plain  # less gain would be lost by readers
+            self.times.clear()
 
 
 # Barriers ------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ SCHEMAS = {
     "quantize_blocks": "(Tensor numbers, Tensor(a!) payload, int bits, int block) -> ()",
     "dequantize_blocks": "(Tensor payload, Tensor(a!) out, int bits, int block, bool add) -> ()",
 }
-CPU_SCHEMAS = {"sum_and_divide": "(Tensor[] terms, Tensor(a!) out, float divisor) -> ()"}  # none for CUDA
+CPU_SCHEMAS = {  # none for CUDA
+    "sum_and_divide": "(Tensor[] terms, Tensor(a!) out, float divisor) -> ()",
+    "nontemporal_copy": "(Tensor source, Tensor(a!) out) -> ()",
+}
 
 
 def _fake_lamb_norms(masters: list[Tensor], *_: Any) -> Tensor:

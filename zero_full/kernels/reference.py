@@ -257,6 +257,11 @@ def sum_and_divide(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None
         _sum_piece([term[low : low + piece] for term in terms], out[low : low + piece], divisor)
 
 
+def nontemporal_copy(source: Tensor, out: Tensor) -> None:
+    """Copy `source` to `out`, of the same type; compiled, without bringing `out` into the caches."""
+    out.copy_(source)
+
+
 def _sum_piece(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None:
     wide = torch.promote_types(torch.promote_types(terms[0].dtype, out.dtype), torch.float32)
     first, second, *others = terms

@@ -16,7 +16,6 @@ and the next step raises on all ranks. A part that cannot be read is lost: its t
 step raises on all ranks.
 """
 
-import ctypes
 import mmap
 import weakref
 from collections import deque
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, ThreadLane
+from zero_full.freed_memory import return_freed_memory
 from zero_full.kernels.files import PAGE, BlockIO, Transfer, aligned_empty
 from zero_full.layout.flat import rounded_up
 from zero_full.offload.arena import anonymous_pages, page_locker
@@ -367,7 +367,7 @@ class OpenNvmeTier(FileStorage, Tier):
                 self.places.free(block)
                 block = self.blocks[owned] = Block(tensors, block.space)
                 block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
-                _trim()  # the new tensors were many small allocations
+                return_freed_memory()  # the new tensors were many small blocks, as large as the whole state
             if block.begin is None and block.kept is None:
                 self._write_back(block, tensors)
 
@@ -419,13 +419,6 @@ class OpenNvmeTier(FileStorage, Tier):
                     # The block was moved in part, or lies in memory that others will use.
                     block = self.blocks[owned] = Block(tensors, block.space)
                     block.put(tensors, aligned_empty(block.padded_size, torch.uint8), copy=True)
-
-
-def _trim() -> None:
-    """Return freed memory to the system: glibc would keep as much as the whole state."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _is_window(tensor: Tensor, master: Tensor) -> bool:
