@@ -109,7 +109,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, o
 	@rm -f build/bench/real_models.json  # measurements are added to it
 	$(BIN)/python -m tests.bench.real_models --ranks 2 | tee build/bench/real_models.md
 	$(BIN)/python -W ignore -m tests.bench.real_models_peak | tee build/bench/real_models_peak.md
-	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
+	$(BIN)/python -W ignore -m tests.bench.step_time | tee build/bench/step_time.md
 	$(BIN)/python -W ignore -m tests.bench.forecast | tee build/bench/forecast.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics peers | tee build/bench/offload_peers.md
 	$(BIN)/python -W ignore -m tests.bench.offload --topics disk | tee build/bench/offload_disk.md

@@ -68,7 +68,7 @@ class Plan:
     warmup: int = 2
     steps: int = 3
     bucket: int = 5_000_000
-    overlap: bool = True
+    overlap: bool | None = None  # `overlap_comm`; None: as zero_full derives it
     keep: bool = True  # all rows alive at once; otherwise each visit builds and destroys its row
     device: str = "cpu"
     recompute: bool = False
@@ -421,7 +421,7 @@ def main() -> None:
         for dtype in asked.dtypes:
             keep = not asked.one_at_a_time and fits(size, len(asked.rows), asked.ranks)
             plan = Plan(size, dtype, tuple(asked.rows), asked.rounds, asked.warmup, asked.steps)
-            plan = replace(plan, bucket=asked.bucket, overlap=not asked.no_overlap, keep=keep)
+            plan = replace(plan, bucket=asked.bucket, overlap=False if asked.no_overlap else None, keep=keep)
             plan = replace(plan, device=asked.device, recompute=asked.recompute, ranks=asked.ranks)
             found = measure(plan, asked.limit)
             here = ratios(plan, found)
