@@ -59,3 +59,27 @@ def test_a_whole_checkpoint_replaces_saved_weights(tmp_path: Path) -> None:
     folder.save_weights([engine], tmp_path / "a", {"epoch": 1})
     folder.save([engine], tmp_path / "a", {"epoch": 2})
     assert folder.load([engine], tmp_path / "a", states=True) == {"epoch": 2}
+
+
+def test_a_save_with_fewer_optimizers_leaves_no_part_of_an_earlier_one(tmp_path: Path) -> None:
+    from zero_full.integrations.lightning import folder
+
+    engines = [engine_of(3, {}), engine_of(3, {})]
+    folder.save(engines, tmp_path / "a", {"epoch": 1})
+    folder.save(engines[:1], tmp_path / "a", {"epoch": 2})
+    assert folder.load(engines[:1], tmp_path / "a", states=True) == {"epoch": 2}
+    folder.consolidate(tmp_path / "a", tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=False)["epoch"] == 2
+    with pytest.raises(CheckpointError, match="state of 1 optimizers, and this run has 2"):
+        folder.load(engines, tmp_path / "a", states=True)
+
+
+def test_weights_whose_file_cannot_be_written_or_read_raise_on_all_ranks(tmp_path: Path) -> None:
+    from zero_full.integrations.lightning import folder
+
+    engine = engine_of(3, {})
+    (tmp_path / "a" / "lightning").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        folder.save_weights([engine], tmp_path / "a", {"epoch": 1})
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        folder.load([engine], tmp_path / "a", states=False)

@@ -14,6 +14,7 @@ together.
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +25,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero_full.checkpoint import export_checkpoint, open_checkpoint
+from zero_full.checkpoint.failure import Attempt
 from zero_full.engine.engine import Engine
 from zero_full.errors import CheckpointError
 
 KEY = "lightning"  # the key in the client state, and the name of a file
 SAVE = "save"  # the key of the save's name in the client state of every engine
+ENGINES = "engines"  # the key of their number
 STATES = (
     "state_dict",
     "optimizer_states",
@@ -47,7 +50,7 @@ def is_folder(path: Any) -> bool:
 
 def save(engines: Sequence[Engine], folder: str | Path, others: Mapping[str, Any]) -> None:
     """Save the engines, and the first rank's `others`: values of Lightning. Every rank must call this."""
-    save = {SAVE: uuid4().hex}  # the first rank's is written
+    save = {SAVE: uuid4().hex, ENGINES: len(engines)}  # the first rank's is written
     state = {KEY: torch.frombuffer(bytearray(_pickled(others)), dtype=torch.uint8)}
     if engines[0].global_rank == 0:
         (Path(folder) / KEY).unlink(missing_ok=True)  # of weights, which would be loaded instead
@@ -74,11 +77,16 @@ def load(
     strict        raise on missing or unexpected parameters
     weights_only  None or False: unpickle any object of `others`; True: plain ones only
     """
-    saved: dict[str, Any] = {}
-    if (Path(folder) / KEY).exists():
+    attempt = Attempt(engines[0].optimizer, "load of a Lightning checkpoint")
+    weights = None
+    if engines[0].global_rank == 0:  # other ranks may not see a new file yet
+        weights = attempt(partial(_weights_state, folder))
+    weights = next(iter(attempt.agree(weights).values()))
+    if weights is not None:
         for engine in engines:
             engine.load_weights(folder, strict=strict)
-        return _unpickled((Path(folder) / KEY).read_bytes(), weights_only)
+        return _unpickled(weights, weights_only)
+    saved: dict[str, Any] = {}
     for number, engine in enumerate(engines):
         _, client = engine.load_checkpoint(
             folder,
@@ -90,6 +98,11 @@ def load(
         )
         if number == 0:
             saved = client or {}
+            if (count := saved.get(ENGINES, len(engines))) != len(engines):
+                raise CheckpointError(
+                    f"{folder} has the parameters and state of {count} optimizers, and this run has "
+                    f"{len(engines)}. Load it with as many"
+                )
         _check_save(folder, number, saved, client or {})
     if KEY not in saved:
         raise CheckpointError(
@@ -97,6 +110,12 @@ def load(
             "of ZeroStrategy or ZeroFabricStrategy"
         )
     return _unpickled(saved[KEY].numpy().tobytes(), weights_only)
+
+
+def _weights_state(folder: str | Path) -> bytes | None:
+    """Return Lightning's dictionary, pickled, of a folder with weights only; None if it has a checkpoint."""
+    file = Path(folder) / KEY
+    return file.read_bytes() if file.exists() else None
 
 
 def _check_save(folder: str | Path, number: int, first: Mapping[str, Any], client: Mapping[str, Any]) -> None:
@@ -115,8 +134,10 @@ def save_weights(engines: Sequence[Engine], folder: str | Path, others: Mapping[
             "whole checkpoints"
         )
     engines[0].save_weights(folder)
+    attempt = Attempt(engines[0].optimizer, "save of a Lightning checkpoint's weights")
     if engines[0].global_rank == 0:
-        (Path(folder) / KEY).write_bytes(_pickled(others))
+        attempt(lambda: (Path(folder) / KEY).write_bytes(_pickled(others)))
+    attempt.agree()  # no rank returns before the file is there, or if it could not be written
 
 
 def consolidate(folder: str | Path, file: str | Path) -> None:
@@ -125,16 +146,15 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
     `LightningModule.load_from_checkpoint` and Trainers with other strategies can load it. The whole model
     must fit into host memory.
     """
-    if (Path(folder) / KEY).exists():
-        others = (Path(folder) / KEY).read_bytes()
-        state = _read(sorted(Path(folder).glob("*.safetensors")))
+    weights = _weights_state(folder)
+    if weights is not None:
+        others, state = weights, _read(sorted(Path(folder).glob("*.safetensors")))
     else:
         with TemporaryDirectory(dir=Path(file).parent) as exported:
             state, first = {}, _client_state(folder, tag_of(0))
-            for path in sorted(Path(folder).glob("optimizer_*")):
-                number = int(path.name.removeprefix("optimizer_"))
-                _check_save(folder, number, first, _client_state(folder, path.name))
-                state |= _exported(folder, Path(exported) / path.name, path.name)
+            for number in range(1, first.get(ENGINES, 1)):  # an earlier save may have left more
+                _check_save(folder, number, first, _client_state(folder, tag_of(number)))
+                state |= _exported(folder, Path(exported) / tag_of(number), tag_of(number))
             state |= _exported(folder, Path(exported) / "first", tag_of(0))
         others = first[KEY].numpy().tobytes()
     torch.save(_unpickled(others, weights_only=False) | {"state_dict": state}, file)
