@@ -6,6 +6,7 @@ each of which the system clears: with 10M parameters in bf16 a fifth of a step.
 """
 
 import ctypes
+from contextlib import suppress
 
 import torch
 
@@ -17,7 +18,8 @@ def keep_freed_memory() -> None:
 
     No effect if the process sets a threshold itself (`MALLOC_MMAP_THRESHOLD_`), or uses another allocator.
     """
-    torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
+    with suppress(RuntimeError):  # a limit on the process's memory: then it must not keep any
+        torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
 
 
 def return_freed_memory() -> None:
