@@ -162,8 +162,7 @@ def _read(
 ) -> tuple[Resolved, Settings, Monitors | None]:
     """Return the resolved configuration, its settings and, on the first rank, its open monitors."""
     on_cpu = dist.is_initialized() and dist.get_backend() in ON_CPU
-    sends_messages = (True if spans_hosts() else None) if on_cpu else False  # None: as the file says
-    resolved = resolve(_config(*configs), data_ranks, sends_messages)
+    resolved = resolve(_config(*configs), data_ranks, on_cpu, spans_hosts())
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:
         roll_call.wait(settings.check_timeout_s)

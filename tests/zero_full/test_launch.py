@@ -420,7 +420,7 @@ def test_ranks_that_send_messages_overlap_them_by_default() -> None:
         ({"stage": 1}, alone, (False, whole)),
         ({"stage": 1}, two_hosts, (True, small)),
         ({"stage": 1}, messages, (True, small)),
-        ({"stage": 3}, alone, (True, whole)),
+        ({"stage": 3}, alone, (False, whole)),
         ({"stage": 3}, messages, (True, small)),
         ({"stage": 1, "overlap_comm": False}, messages, (False, whole)),
         ({"stage": 1, "overlap_comm": True}, messages, (True, small)),
@@ -434,15 +434,25 @@ def test_ranks_that_send_messages_overlap_them_by_default() -> None:
     assert [found[0] for found in run_each(overlapped, 2, cases)] == [want for *_, want in table]
 
 
+def test_accelerators_overlap_at_stage_3_by_default() -> None:
+    for stage, overlaps in ((2, False), (3, True)):
+        for hosts in (False, True):
+            zero = {"stage": stage}
+            found = resolve(
+                {MICRO: 1, "gradient_clipping": 0.0, "zero_optimization": zero}, 2, spans_hosts=hosts
+            )
+            assert found.config.zero_optimization.overlap_comm is overlaps
+
+
 def test_derived_values_are_shown_as_derived() -> None:
     sizes = {MICRO: 1, "gradient_clipping": 0.0}
     bucket = "zero_optimization.reduce_bucket_size"
-    for given, sends in (({"shared_memory": False}, None), ({}, True)):
-        assert resolve({**sizes, **given}, 2, sends).origins[bucket] == "derived"
-    assert resolve({**sizes, "shared_memory": False}, 2, False).origins[bucket] == "default"  # on a GPU
-    shown = resolve({**sizes, "shared_memory": False}, 2).table()
+    for given, hosts in (({"shared_memory": False}, False), ({}, True)):
+        assert resolve({**sizes, **given}, 2, on_cpu=True, spans_hosts=hosts).origins[bucket] == "derived"
+    assert resolve({**sizes, "shared_memory": False}, 2).origins[bucket] == "default"  # on a GPU
+    shown = resolve({**sizes, "shared_memory": False}, 2, on_cpu=True).table()
     assert re.search(rf"reduce_bucket_size +{MESSAGE_BUCKET} +derived", shown)
     own = {**sizes, "shared_memory": False, "zero_optimization": {"reduce_bucket_size": 500_000_000}}
     for given in (own, sizes):
-        origin = resolve(given, 2).origins["zero_optimization.reduce_bucket_size"]
+        origin = resolve(given, 2, on_cpu=True).origins["zero_optimization.reduce_bucket_size"]
         assert origin == ("user" if given is own else "default")

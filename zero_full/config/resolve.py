@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -37,6 +37,9 @@ OLD_OFFLOAD, OLD_PIN = "cpu_offload", "cpu_offload_use_pin_memory"
 MESSAGE_BUCKET = 2**20
 
 
+Transport = Literal["accelerator", "shared memory", "messages"]  # the last two: of CPU ranks
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A complete, valid configuration, with the origin of each value and the warnings.
@@ -49,7 +52,7 @@ class Resolved:
     origins: dict[str, Origin]
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
-    sends_messages: bool  # ranks are CPUs that share no memory
+    transport: Transport
 
     def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
         """Return the relevant values with their origins as text. `extra_rows` are (key, value, origin)."""
@@ -250,27 +253,27 @@ def _unfilled_texts(config: Config) -> Iterator[Notice]:
             yield messages.unfilled(tuple(key.split(".")), key, "a directory")
 
 
-def _filled(config: Config, batch: Mapping[str, int], sends_messages: bool) -> tuple[Config, set[str]]:
+def _filled(config: Config, batch: Mapping[str, int], transport: Transport) -> tuple[Config, set[str]]:
     """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
     found: dict[str, Any] = {}
     if zero.overlap_comm is None:
-        found["overlap_comm"] = overlaps_by_default(zero.stage, sends_messages)
+        found["overlap_comm"] = overlaps_by_default(zero.stage, transport)
     overlaps = found.get("overlap_comm", zero.overlap_comm)
-    if sends_messages and overlaps and "reduce_bucket_size" not in zero.model_fields_set:
+    if transport == "messages" and overlaps and "reduce_bucket_size" not in zero.model_fields_set:
         found["reduce_bucket_size"] = MESSAGE_BUCKET
     derived |= {f"{ZERO}.{name}" for name in found}
     zero = zero.model_copy(update=found)
     return config.model_copy(update={**batch, "zero_optimization": zero}), derived
 
 
-def overlaps_by_default(stage: int, sends_messages: bool) -> bool:
-    """Return the derived value of `overlap_comm`: true at stage 3, or if CPU ranks send messages.
+def overlaps_by_default(stage: int, transport: Transport) -> bool:
+    """Return the derived value of `overlap_comm`.
 
-    Ranks that share memory copy shards with the cores that backward uses, so they gain nothing below stage 3.
+    Ranks that share memory copy shards with the cores that forward and backward use, so they gain nothing.
     """
-    return stage == 3 or sends_messages
+    return transport == "messages" or (transport == "accelerator" and stage == 3)
 
 
 def _origins(config: Config, derived: set[str]) -> dict[str, Origin]:
@@ -316,12 +319,15 @@ def check_world_size(world_size: object) -> None:
 
 
 def resolve(
-    config: dict[str, Any] | str | Path | Config, world_size: int, sends_messages: bool | None = None
+    config: dict[str, Any] | str | Path | Config,
+    world_size: int,
+    on_cpu: bool = False,
+    spans_hosts: bool = False,
 ) -> Resolved:
     """Validate a configuration for this many data-parallel ranks and fill in every value.
 
-    Takes a dict, the path of a JSON file or a Config. `sends_messages`: whether ranks are CPUs that share no
-    memory; None: unless `shared_memory` is true. Raises ConfigError with all mistakes.
+    Takes a dict, the path of a JSON file or a Config. `on_cpu` and `spans_hosts` tell about the ranks. Raises
+    ConfigError with all mistakes.
     """
     check_world_size(world_size)
     given, name, parsed = _as_mapping(config)
@@ -334,14 +340,15 @@ def resolve(
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
-    if sends_messages is None:
-        sends_messages = not examined.config.shared_memory
-    filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size), sends_messages)
+    transport: Transport = "accelerator"
+    if on_cpu:
+        transport = "messages" if spans_hosts or not examined.config.shared_memory else "shared memory"
+    filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size), transport)
     warnings, assumptions = (
         tuple(each.line for each in examined.notices if each.kind == kind)
         for kind in ("no effect", "assumed")
     )
-    return Resolved(filled, _origins(filled, derived), warnings, assumptions, sends_messages)
+    return Resolved(filled, _origins(filled, derived), warnings, assumptions, transport)
 
 
 def in_file(parsed: Parsed, examined: Examined) -> list[tuple[Position, Notice]]:

@@ -185,8 +185,7 @@ def _resolved(config: Any, world: int, device: str) -> Resolved:
         with suppress(ConfigError):  # `resolve` raises it again
             content = read(Path(given)).value
             given = content if _lacks_batch(content) else given
-    sends_messages = None if device == "cpu" else False
-    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world, sends_messages)
+    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world, on_cpu=device == "cpu")
 
 
 def _lacks_batch(config: Any) -> bool:
@@ -196,7 +195,7 @@ def _lacks_batch(config: Any) -> bool:
 def _at_stage(resolved: Resolved, stage: int) -> Resolved:
     update: dict[str, Any] = {"stage": stage}
     if resolved.origins["zero_optimization.overlap_comm"] == "derived":
-        update["overlap_comm"] = overlaps_by_default(stage, resolved.sends_messages)
+        update["overlap_comm"] = overlaps_by_default(stage, resolved.transport)
     zero = resolved.config.zero_optimization.model_copy(update=update)
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 
