@@ -201,7 +201,7 @@ def assemble(
     separate = settings.overlap or device.type != "cpu"  # accelerators queue all work, always
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     communicators = connect(topology, settings, connection)
-    if communicators.dense.shard.size > 1 or (
+    if communicators.dense.shard_comm.size > 1 or (
         communicators.expert is not None and communicators.expert.shard.size > 1
     ):
         check_elementwise(base, settings.allow_untested)

@@ -153,7 +153,7 @@ def local(comm: Any, keys: dict[str, Any], stage: int, what: str, alike: bool) -
     engine.backward(engine(data(0, 0, comm.rank)))
     engine.step()
     engine.backward(engine(data(1, 0, comm.rank)))
-    value = 0.5 + (engine.optimizer.communicators.dense.shard.rank if alike else comm.rank)
+    value = 0.5 + (engine.optimizer.communicators.dense.shard_comm.rank if alike else comm.rank)
     if what == "gradient":
         mine = zero_full.safe_get_local_grad(weight)
         zero_full.safe_set_local_grad(weight, torch.full_like(mine, value))

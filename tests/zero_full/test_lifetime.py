@@ -24,7 +24,8 @@ def traces_of_a_step(model: nn.Module, stage: int, destroy: bool) -> list["weakr
     if destroy:
         engine.destroy()
     return [
-        weakref.ref(each) for each in (optimizer, optimizer.trained[0], optimizer.communicators.dense.shard)
+        weakref.ref(each)
+        for each in (optimizer, optimizer.trained[0], optimizer.communicators.dense.shard_comm)
     ]
 
 

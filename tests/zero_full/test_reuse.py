@@ -89,7 +89,7 @@ def launch_and_take_later(self: GradientReducer, group: TrainedGroup) -> None:
     self._drain(1)
     self.launched.add(group)
     gradients = group.gradients
-    at_once = gradients.detach() if group.ranks.rank == 0 else None
+    at_once = gradients.detach() if group.shard_comm.rank == 0 else None
 
     def job() -> None:
         taken = gradients.detach() if at_once is None else at_once

@@ -144,7 +144,7 @@ def averaged_during_backward(comm: Any, stage: int) -> list[tuple[int, bool]]:
     zero = {"mics_shard_size": 2, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     keys = config(stage, zero_optimization=zero, gradient_accumulation_steps=2)
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=keys)
-    replicas, found = optimizer.communicators.dense.replicas, list[tuple[int, bool]]()
+    replicas, found = optimizer.communicators.dense.replica_comm, list[tuple[int, bool]]()
     all_reduce = replicas.all_reduce
 
     def note(*given: Any) -> None:

@@ -38,8 +38,8 @@ class Attempt:
         """
         failure = None if self.error is None else message_of(self.error)
         reports = {this_rank(): (failure, value)}
-        for group in self.optimizer.communicators.everyone:
-            for theirs in group.gather_objects(reports, f"the ranks' results of {self.call}"):
+        for communicator in self.optimizer.communicators.everyone:
+            for theirs in communicator.gather_objects(reports, f"the ranks' results of {self.call}"):
                 reports = {**reports, **theirs}
         failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
         if failed:

@@ -93,7 +93,7 @@ def save_checkpoint(
     if (
         communicators.pipe is not None
         and contents is not None
-        and communicators.dense.shard.rank == communicators.dense.replicas.rank == 0
+        and communicators.dense.shard_comm.rank == communicators.dense.replica_comm.rank == 0
     ):
         mine["names"] = contents.names()  # of this rank's pipeline stages
     everyones = attempt.agree(mine)

@@ -196,7 +196,7 @@ def _export(
     dtype  None: values are those of the parameters; else of their master weights
     """
     attempt = Attempt(optimizer, "save_weights")
-    writes = all(group.rank == 0 for group in optimizer.communicators.everyone)
+    writes = all(communicator.rank == 0 for communicator in optimizer.communicators.everyone)
 
     def deliver(name: str, tensor: Tensor) -> None:
         if writes:  # after a failure this rank goes on gathering, as the others wait for its collectives
@@ -236,8 +236,8 @@ def _all_gather(flat: FlatParameters, shard: Tensor) -> Tensor:
     if shard is flat.shard and not flat.released_at_rest:
         return flat.full
     whole = torch.empty(flat.layout.total, dtype=shard.dtype, device=flat.kind.device)
-    flat.ranks.slice_of(whole).copy_(shard)
-    flat.ranks.all_gather(whole, f"parameters {flat.name}")
+    flat.shard_comm.slice_of(whole).copy_(shard)
+    flat.shard_comm.all_gather(whole, f"parameters {flat.name}")
     return whole
 
 

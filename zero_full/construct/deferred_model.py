@@ -228,7 +228,7 @@ class SourceRanks:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.here = pair.replicas.rank * pair.shard.size + pair.shard.rank
+        self.here = pair.replica_comm.rank * pair.shard_comm.size + pair.shard_comm.rank
         self.ranks: list[int] = pair.gather_objects(this_rank(), "ranks")
 
     def agree(self, mine: ValueReport) -> bool:
@@ -256,11 +256,11 @@ class SourceRanks:
             return tensor
         if sender != self.here:
             raw.zero_()
-        for group in (self.pair.shard, self.pair.replicas):
+        for communicator in (self.pair.shard_comm, self.pair.replica_comm):
             if sender == 0:
-                group.broadcast(raw, what)
+                communicator.broadcast(raw, what)
             else:
-                group.sum_numbers(raw, what)
+                communicator.sum_numbers(raw, what)
         return raw.view(tensor.dtype).view(tensor.shape)
 
 

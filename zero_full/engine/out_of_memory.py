@@ -170,7 +170,7 @@ class MemoryNote:
             yield Remedy((others + sum(size for _, size in self._gathered())) // 2, text)
 
     def _more_sharding(self) -> Iterator[Remedy]:
-        stage, ranks = self.optimizer.settings.stage, self.optimizer.communicators.dense.shard.size
+        stage, ranks = self.optimizer.settings.stage, self.optimizer.communicators.dense.shard_comm.size
         higher = min(max(_stages(self.optimizer)), 1 if self.is_pipeline else 3)
         if ranks == 1 or higher <= stage:
             return
@@ -200,7 +200,7 @@ class MemoryNote:
         if (
             zero.stage == 3
             and (whole := self.ledger.always)
-            and self.optimizer.communicators.dense.shard.size > 1
+            and self.optimizer.communicators.dense.shard_comm.size > 1
         ):
             text = f"stage3_param_persistence_threshold 0, not {zero.stage3_param_persistence_threshold}"
             yield Remedy(whole, f"zero_optimization.{text}: up to {human(whole)} less")

@@ -61,7 +61,7 @@ class FlightRecorder:
             "host": socket.gethostname(),
             "started": time.time(),
             "device": communicators.device.type,
-            "groups": [group.ranks for group in communicators.all],
+            "groups": [communicator.ranks for communicator in communicators.all],
             "keeps": steps,
         }
         self.box = BlackBox(self.path, self.rank, whole, steps)

@@ -53,7 +53,7 @@ class FlatSource:
         if self.is_whole:
             place.copy_(self.flat.full[low:high])
             return
-        mine = self.flat.layout.slice_of(self.flat.ranks.rank)
+        mine = self.flat.layout.slice_of(self.flat.shard_comm.rank)
         first, last = max(low, mine.start), min(high, mine.stop)
         if first < last:
             place[first - low : last - low].copy_(self.shard()[first - mine.start : last - mine.start])
@@ -64,7 +64,7 @@ class BucketPart:
     """A part of a bucket: the memory for one tensor, or for neighbouring ones."""
 
     size: int  # bytes, equal on all ranks
-    ranks: Communicator
+    comm: Communicator
     merges: bool = False  # its elements are zero on all ranks but their owner
 
     @property
@@ -98,7 +98,7 @@ class BucketRun(BucketPart):
         values = self._values(memory)
         self.source.fill(values, self.low)
         if not (self.merges or self.source.is_whole):
-            self.ranks.all_gather(as_bytes(values), f"parameters {self.source.flat.name}")
+            self.comm.all_gather(as_bytes(values), f"parameters {self.source.flat.name}")
 
     def read(self, memory: Tensor) -> Iterator[Item]:
         """Yield whole tensors."""
@@ -127,7 +127,7 @@ class WholeTensor(BucketPart):
 
 @dataclass(eq=False)
 class SplitTensor(BucketPart):
-    """A DTensor that is cut over the tensor-parallel `ranks`."""
+    """A DTensor that is cut over the tensor-parallel ranks of `comm`."""
 
     name: str = field(kw_only=True)
     block: LocalBlock = field(kw_only=True)
@@ -191,16 +191,16 @@ class SparseTensor(BucketPart):
         source: FlatSource, member: Member, changes: ChangedElements, counts: Sequence[int]
     ) -> "SparseTensor":
         """Return the bucket part of a parameter's changed elements, with its size."""
-        size, ranks = _sparse_size(sum(counts), source.dtype.itemsize), source.flat.ranks
-        merges = ranks.size > 1
-        return SparseTensor(size, ranks, merges, source=source, member=member, changes=changes, counts=counts)
+        size, comm = _sparse_size(sum(counts), source.dtype.itemsize), source.flat.shard_comm
+        merges = comm.size > 1
+        return SparseTensor(size, comm, merges, source=source, member=member, changes=changes, counts=counts)
 
     def _views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         return _sparse_views(memory, sum(self.counts), self.source.dtype)
 
     def write(self, memory: Tensor) -> None:
         """Write this rank's elements behind those of the ranks before it."""
-        flat, rank = self.source.flat, self.source.flat.ranks.rank
+        flat, rank = self.source.flat, self.source.flat.shard_comm.rank
         fragment, numel = flat.fragments.get(self.member.index), self.counts[rank]
         if fragment is None or not numel:
             return
@@ -255,7 +255,7 @@ class SplitSparseTensor(SplitTensor):
         """Copy this block's elements, which are assembled at `place`, behind those of earlier blocks."""
         ((_, local, mine),) = self.inner.read(place)
         assert local is not None
-        first = sum(self.totals[: self.ranks.rank])
+        first = sum(self.totals[: self.comm.rank])
         indices, values = _sparse_views(memory, sum(self.totals), self.dtype)
         rows = local.long().div_(self.block.row, rounding_mode="floor") if local.numel() else local.long()
         start = self.block.offset * self.block.stride
@@ -293,7 +293,7 @@ def runs_of(source: FlatSource, bucket_bytes: int) -> Iterator[BucketPart]:
     if not source.is_whole and (layout.total * size <= bucket_bytes or len(members) == 1):
         yield BucketRun(
             rounded_up(layout.total * size, ALIGNMENT),
-            flat.ranks,
+            flat.shard_comm,
             source=source,
             members=members,
             low=0,
@@ -315,7 +315,9 @@ def whole(source: FlatSource, member: Member) -> BucketPart:
     name = source.names[member]
     if source.is_live:
         tensor = source.flat.windows[member.index]
-        part: BucketPart = WholeTensor(0, source.flat.ranks, name=name, tensor=tensor, dtype=source.dtype)
+        part: BucketPart = WholeTensor(
+            0, source.flat.shard_comm, name=name, tensor=tensor, dtype=source.dtype
+        )
     else:
         part = run_of(source, [member])
     if source.tensor_ranks is None:
@@ -327,9 +329,9 @@ def run_of(source: FlatSource, members: Sequence[Member]) -> BucketRun:
     """Return the bucket part of neighbouring parameters. The ranks' elements of it are merged."""
     numel, low = _span(source, members), source.flat.layout.windows[members[0].index].start
     size = rounded_up(numel * source.dtype.itemsize, ALIGNMENT)
-    merges = not source.is_whole and source.flat.ranks.size > 1
+    merges = not source.is_whole and source.flat.shard_comm.size > 1
     return BucketRun(
-        size, source.flat.ranks, merges, source=source, members=list(members), low=low, numel=numel
+        size, source.flat.shard_comm, merges, source=source, members=list(members), low=low, numel=numel
     )
 
 
@@ -366,20 +368,20 @@ def assembled(bucket: Sequence[BucketPart], device: torch.device) -> list[Item]:
         part.write(places[part])
         start += part.size
     if to_merge:
-        merged[0].ranks.merge(memory[:to_merge], "whole tensors")
+        merged[0].comm.merge(memory[:to_merge], "whole tensors")
     if split:
         memory[size:].zero_()
         for part in split:
             places[part] = memory[start : start + part.whole_size]
             part.put(places[part.inner], places[part])
             start += part.whole_size
-        split[0].ranks.merge(memory[size:], "whole DTensors")
+        split[0].comm.merge(memory[size:], "whole DTensors")
     return [item for part in bucket for item in part.read(places[part])]
 
 
 def communicates(bucket: Sequence[BucketPart]) -> bool:
     """Return whether assembling this bucket needs the other ranks."""
-    return any(part.ranks.size > 1 and not _is_here(part) for one in bucket for part in (one, one.local))
+    return any(part.comm.size > 1 and not _is_here(part) for one in bucket for part in (one, one.local))
 
 
 def _is_here(part: BucketPart) -> bool:

@@ -51,7 +51,7 @@ def _free(device: torch.device) -> Iterator[tuple[str, int]]:
 def _least(everyone: Sequence[Communicator], mine: list[tuple[str, int]]) -> int:
     """Return the smallest share of free memory that any limit leaves to a rank, over all ranks."""
     limits = [mine]
-    for ranks in everyone:
-        limits = [one for each in ranks.gather_objects(limits, "free memory") for one in each]
+    for communicator in everyone:
+        limits = [one for each in communicator.gather_objects(limits, "free memory") for one in each]
     sharing = Counter(name for each in limits for name, _ in each)
     return min((free // sharing[name] for each in limits for name, free in each), default=2**63)

@@ -286,13 +286,13 @@ class Deltas:
         keys, mine = list[tuple[FlatParameters, int]](), list[Tensor]()
         written, ranks, tensor = (
             list[Tensor](),
-            self.optimizer.communicators.dense.shard,
+            self.optimizer.communicators.dense.shard_comm,
             self.optimizer.communicators.tensor,
         )
         zero = torch.zeros((), dtype=torch.int64, device=ranks.device)
         for flat in (source.flat for source in sources):
             changes = self._taken(flat)
-            own = flat.layout.slice_of(flat.ranks.rank)
+            own = flat.layout.slice_of(flat.shard_comm.rank)
             if changes is None:
                 is_new = not self._is_known(flat.name, column_sums(flat.shard))
             else:
@@ -360,8 +360,8 @@ def _first_version(module: nn.Module, optimizer: ZeroOptimizer) -> int:
     """Draw the version before an engine's first one, equal on all ranks. Every rank must call this."""
     Iteration(module, optimizer, "engine.weights(delta=True), the first call", False).begin()
     number = torch.tensor([randbits(VERSION_BITS)], device=optimizer.communicators.device)
-    for ranks in optimizer.communicators.everyone:
-        ranks.broadcast(number, "the first version of the weights")
+    for communicator in optimizer.communicators.everyone:
+        communicator.broadcast(number, "the first version of the weights")
     return int(number)
 
 

@@ -262,8 +262,8 @@ class PipelineEngine(Engine):
     def _add_up(self, numbers: list[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks. Every rank must call this."""
         vector = numbers_on(self.device, numbers)
-        for group in self.optimizer.communicators.everyone:
-            group.sum_numbers(vector, "losses and failures of a batch")
+        for communicator in self.optimizer.communicators.everyone:
+            communicator.sum_numbers(vector, "losses and failures of a batch")
         summed: list[float] = vector.tolist()
         return summed
 

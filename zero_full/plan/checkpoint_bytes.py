@@ -21,9 +21,9 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
     """
     communicators = optimizer.communicators
     pairs = communicators.dense, communicators.expert or communicators.dense
-    dense, experts = ([0] * pair.shard.size for pair in pairs)
+    dense, experts = ([0] * pair.shard_comm.size for pair in pairs)
     for flat, sizes in _sizes(taken, optimizer).items():
-        totals, holders = experts if flat.kind.expert else dense, flat.replicas.size
+        totals, holders = experts if flat.kind.expert else dense, flat.replica_comm.size
         if communicators.tensor is not None and optimizer.contents.has_dtensors and not flat.kind.is_split:
             holders *= communicators.tensor.size  # tensor-parallel ranks save it together
         for rank in range(len(totals)):  # as the first of its replicas
@@ -33,7 +33,7 @@ def saved_bytes(taken: SaveContents, optimizer: ZeroOptimizer, expert_ranks: int
         place = rank // expert_ranks % len(experts)
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
-    across = pairs[1].replicas.size
+    across = pairs[1].replica_comm.size
     mine = (*taken.own, *(each for each in taken.cut if each.differs))
     own = sum(chunk.values.nbytes for chunk in mine if not taken.is_copy(chunk))
     whole = [chunk for chunk in taken.whole if not taken.is_copy(chunk)]

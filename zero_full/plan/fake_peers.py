@@ -58,21 +58,21 @@ class FakePeers(PartPeers):
         self.kind = None if any(group.master.tier.is_offloaded for group in part) else "update"
 
     def travel(
-        self, rounds: Sequence[Round], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
+        self, rounds: Sequence[Round], comm: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
     ) -> None:
         """Run the rounds as the first rank and, if it is another, as the busiest one.
 
         Their memory counts as `update`.
         """
-        other = _busiest(rounds, ranks.size)
+        other = _busiest(rounds, comm.size)
         with self.tracker.counting("update"):
             fake = FakeRule(rule, self.tracker, self.kind, is_first=True)
-            super().travel(rounds, ranks, fake, mine)
-            if other != ranks.rank:
-                by = Communicator(FakeGroup(ranks.ranks, ranks.ranks[other]), ranks.device)
+            super().travel(rounds, comm, fake, mine)
+            if other != comm.rank:
+                by = Communicator(FakeGroup(comm.ranks, comm.ranks[other]), comm.device)
                 fake = FakeRule(rule, self.tracker, self.kind, is_first=False)
                 super().travel(rounds, by, fake, _pieces_of(rounds, other))
-        sent = self.sent.setdefault(ranks, [0] * ranks.size)
+        sent = self.sent.setdefault(comm, [0] * comm.size)
         for one in rounds:
             for (start, owner), numel in one.ways.items():
                 sent[start] += numel * rule.wire.itemsize  # to the owner

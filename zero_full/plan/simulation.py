@@ -328,7 +328,7 @@ class Simulation:
         for group in self.optimizer.trained:
             if group.master.tier.is_offloaded is not is_offloaded:
                 continue
-            ranks = by_rank.setdefault(group.ranks, [0] * group.ranks.size)
+            ranks = by_rank.setdefault(group.shard_comm, [0] * group.shard_comm.size)
             for member in group.members if not group.asleep else ():
                 kind = member.group, group.master.values.dtype
                 piece = group.master.pieces.get(member)
@@ -344,7 +344,7 @@ class Simulation:
     def _excess(self, by_rank: Mapping[Communicator, Sequence[int]]) -> int:
         """Return how much the largest rank exceeds the first. See [Note: the rank that holds most]."""
         communicators, expert_ranks = self.optimizer.communicators, self.cluster.experts or 1
-        dense = by_rank.get(communicators.dense.shard, [0])
+        dense = by_rank.get(communicators.dense.shard_comm, [0])
         experts = [0] if communicators.expert is None else by_rank.get(communicators.expert.shard, [0])
         totals = [
             dense[rank % len(dense)] + experts[rank // expert_ranks % len(experts)]

@@ -425,8 +425,8 @@ class GatheredParameters:
             sent = as_bytes(value.contiguous())  # a frozen parameter may have any dtype
             if not self._is_modifier(optimizer):
                 sent = torch.zeros_like(sent)
-            for ranks in (pair.shard, pair.replicas):
-                ranks.sum_numbers(sent, f"changes of {optimizer.sharded.whole[param][0]}")
+            for communicator in (pair.shard_comm, pair.replica_comm):
+                communicator.sum_numbers(sent, f"changes of {optimizer.sharded.whole[param][0]}")
             value.copy_(sent.view(value.dtype).view(value.shape))
         for optimizer, chosen, _ in self.stack:
             for group, members in chosen.items():
@@ -463,14 +463,16 @@ class GatheredParameters:
         """
         pairs: dict[Any, list[str]] = {}
         for group, members in chosen.items():
-            pairs.setdefault((group.ranks, group.replicas), []).extend(member.name for member in members)
+            pairs.setdefault((group.shard_comm, group.replica_comm), []).extend(
+                member.name for member in members
+            )
         for param, (name, pair) in optimizer.sharded.whole.items():
             if any(param is each for each in self.params):
-                pairs.setdefault((pair.shard, pair.replicas), []).append(name)
+                pairs.setdefault((pair.shard_comm, pair.replica_comm), []).append(name)
         lacking = list[str]()
-        for (ranks, replicas), names in pairs.items():
-            found = torch.tensor([float(self._is_modifier(optimizer))], device=ranks.device)
-            for communicator in (ranks, replicas):
+        for (shard_comm, replica_comm), names in pairs.items():
+            found = torch.tensor([float(self._is_modifier(optimizer))], device=shard_comm.device)
+            for communicator in (shard_comm, replica_comm):
                 communicator.sum_numbers(found, "modifier_rank")
             if found.item() != 1:
                 lacking += names
@@ -492,8 +494,8 @@ class GatheredParameters:
         }
         changed = sorted(mine)
         for optimizer, _, _ in self.stack:
-            for ranks in optimizer.communicators.everyone:
-                changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
+            for communicator in optimizer.communicators.everyone:
+                changed = sorted(set().union(*communicator.gather_objects(changed, "changed parameters")))
         if not changed:
             return self._compare_whole()
         kept = list[str]()
@@ -530,8 +532,8 @@ class GatheredParameters:
         Returns the names of parameters that every rank has changed.
         """
         names = {this_rank(): sorted(changed)}  # by rank
-        for ranks in (group.ranks, group.replicas):
-            gathered = ranks.gather_objects(names, "changed parameters")
+        for communicator in (group.shard_comm, group.replica_comm):
+            gathered = communicator.gather_objects(names, "changed parameters")
             names = {rank: theirs for each in gathered for rank, theirs in each.items()}
         lost = list[str]()
         for member in members:
@@ -573,8 +575,8 @@ def _spread(group: ParameterGroup, member: Member, is_source: bool) -> None:
     window = group.parameters.windows[member.index]
     if not is_source:
         window.zero_()
-    for ranks in (group.ranks, group.replicas):
-        ranks.sum_numbers(window, f"changes of {member.name}")
+    for communicator in (group.shard_comm, group.replica_comm):
+        communicator.sum_numbers(window, f"changes of {member.name}")
     group.parameters.fill(member, window)
 
 

@@ -86,7 +86,7 @@ class ParameterPlace:
             start, stop = self.piece.param_range
             with self.optimizer.offloaded.present([mine]):
                 whole[start:stop] = mine.reshape(-1)
-        return self.group.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(shape)
+        return self.group.shard_comm.sum_numbers(whole, f"fragments of {self.member.name}").view(shape)
 
     def whole(self, kind: EntryKind, mine: Tensor | None) -> Tensor:
         """Assemble a state entry of this kind from the ranks' fragments. Every rank must call this."""
@@ -109,7 +109,7 @@ class ParameterPlace:
 
     def note_slice(self, what: str, value: Tensor) -> None:
         """Let the next step check that the replicas of this rank's fragment were written equally."""
-        if self.group.replicas.size > 1:
+        if self.group.replica_comm.size > 1:
             self.optimizer.reducer.written.note_slice(what, self.member, value)
 
     def check_fragment(self, value: Tensor) -> None:
@@ -211,8 +211,8 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
         return None
     whole = place.assemble(mine, place.gradients.accumulate)
     if not place.optimizer.steppers.averages():
-        place.group.replicas.sum_numbers(whole, f"gradient of {place.member.name}").div_(
-            place.group.replicas.size
+        place.group.replica_comm.sum_numbers(whole, f"gradient of {place.member.name}").div_(
+            place.group.replica_comm.size
         )
     return place.shown(whole)
 
@@ -283,7 +283,7 @@ def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
 
 def _known(place: ParameterPlace, mine: Any, what: str) -> list[Any]:
     """Gather `mine` from all ranks that have a part of the parameter. They must call this."""
-    known = place.group.ranks.gather_objects(mine, what)
+    known = place.group.shard_comm.gather_objects(mine, what)
     tensor = place.optimizer.communicators.tensor
     if tensor is not None and place.group.kind.is_dtensor:  # this rank's part of a DTensor may be empty
         known += [each for some in tensor.gather_objects(known, what) for each in some]
@@ -304,7 +304,7 @@ def _from_parts(place: ParameterPlace, key: str) -> Tensor | None:
     for of, entry, start, values in stepper.cut_state():
         if of is piece and entry == key:
             whole[start : start + values.numel()] = values
-    return place.group.replicas.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
+    return place.group.replica_comm.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
 
 
 def _describe(mine: Tensor | None) -> EntryKind | None:

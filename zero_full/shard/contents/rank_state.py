@@ -31,7 +31,7 @@ def rank_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
 
 def _place_of(contents: Contents) -> list[int]:
     """Return this rank's index among the replicas of its state, and their number."""
-    replicas = contents.communicators.dense.replicas
+    replicas = contents.communicators.dense.replica_comm
     return [replicas.rank, replicas.size]
 
 

@@ -141,7 +141,7 @@ class Contents:
 
     def _holder(self, group: ParameterGroup) -> tuple[int, int]:
         """Return the `Chunk.holder` of this rank's slice of a group."""
-        return self._among_tensor(group.replicas.rank, group.replicas.size, group.kind.is_split)
+        return self._among_tensor(group.replica_comm.rank, group.replica_comm.size, group.kind.is_split)
 
     def _among_tensor(self, place: int, holders: int, is_split: bool) -> tuple[int, int]:
         """Return a `Chunk.holder` that counts tensor-parallel ranks too, if each has all of the tensor."""
@@ -181,7 +181,7 @@ class Contents:
             return
         for group in self.sharded.trained:
             for member in group.members if not group.asleep else ():
-                if self.owners.get(member.name) == group.ranks.rank:
+                if self.owners.get(member.name) == group.shard_comm.rank:
                     whole = Whole(member.name, member.shape, member.group)
                     yield self._key(group, member.name), group, rule.state(whole), self._holder(group)
 
@@ -225,11 +225,11 @@ class Contents:
         """Yield a state dict's tensors that every rank has whole."""
         communicators = self.communicators
         pair = communicators.expert if communicators.expert is not None else communicators.dense
-        place = pair.shard.rank * pair.replicas.size + pair.replicas.rank
+        place = pair.shard_comm.rank * pair.replica_comm.size + pair.replica_comm.rank
         for name, tensor in named.items():
             if isinstance(tensor, Tensor) and tensor not in self.sharded.places:
                 block, here = block_of(tensor), local_of(tensor)
-                ranks = pair.shard.size * pair.replicas.size
+                ranks = pair.shard_comm.size * pair.replica_comm.size
                 holder = self._among_tensor(place, ranks, block is not None)
                 key, scattered = self.key_of(tensor, name), None if here.is_contiguous() else here
                 yield Chunk(key, tuple(tensor.shape), 0, _flat(here), holder, scattered, block=block)

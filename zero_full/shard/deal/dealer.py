@@ -209,7 +209,7 @@ class Dealer:
     def _units(self, model: nn.Module) -> list[Unit]:
         """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
         pairs = (self.communicators.dense, self.communicators.expert or self.communicators.dense)
-        if all(pair.shard.size == 1 for pair in pairs) and not self.param_store.is_offloaded:
+        if all(pair.shard_comm.size == 1 for pair in pairs) and not self.param_store.is_offloaded:
             return []
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
@@ -231,7 +231,7 @@ class Dealer:
         numels = [largest_numel(p) for _, p in trained]
         limit, part = self.settings.bucket_numel, self.settings.tier.part_numel
         if part is not None:  # state is stepped in parts: a bucket is at most one
-            limit = min(limit, part * self.communicators.dense.shard.size)
+            limit = min(limit, part * self.communicators.dense.shard_comm.size)
         for indices in deal(backward_order(len(trained)), numels, kinds, limit):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
@@ -340,9 +340,9 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
     """Broadcast the first rank's values in place, through a contiguous copy if necessary."""
     sent = tensor.contiguous()
     raw = as_bytes(sent)
-    for group in (pair.shard, pair.replicas):
+    for communicator in (pair.shard_comm, pair.replica_comm):
         if raw.numel():
-            group.broadcast(raw, name)
+            communicator.broadcast(raw, name)
     if sent.data_ptr() != tensor.data_ptr() and not torch.equal(tensor, sent):
         try:
             tensor.copy_(sent)

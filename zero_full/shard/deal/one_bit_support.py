@@ -85,7 +85,7 @@ def check_backend(base: Optimizer, communicators: Communicators, device: torch.d
     if wanted is None:
         return
     missing = missing_for(wanted)
-    group = communicators.dense.replicas.group
+    group = communicators.dense.replica_comm.group
     actual = None if group is None else backend_of(group, device)
     if not missing and actual not in (None, wanted):
         missing = f"{wanted}, but the process group of the ranks on {device.type} uses {actual}"

@@ -91,7 +91,11 @@ class FlatGradients:
         self.device = parameters.kind.device
         self.windows = self.layout.windows
         self.strides = list(map(contiguous_strides, parameters.shapes))
-        self.ranks, self.replicas, self.name = parameters.ranks, parameters.replicas, parameters.name
+        self.shard_comm, self.replica_comm, self.name = (
+            parameters.shard_comm,
+            parameters.replica_comm,
+            parameters.name,
+        )
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
         host = (
             None
@@ -100,8 +104,8 @@ class FlatGradients:
         )
         self.host_slice = host
         self.frees, self.checks_finite = settings.shards_gradients, settings.needs_norm
-        alone = self.ranks.size == self.replicas.size == 1
-        self.has_peers, self.is_replicated = not alone, self.replicas.size > 1
+        alone = self.shard_comm.size == self.replica_comm.size == 1
+        self.has_peers, self.is_replicated = not alone, self.replica_comm.size > 1
         master = settings.dtypes.master_of(parameters.dtype)
         self.is_average = alone and divisors == (1, 1)  # this rank's own gradients are the average
         self.uses_param_grad = (
@@ -242,7 +246,7 @@ class FlatGradients:
         keeps = not self.frees and not self.slice_is_valid
         in_place = keeps and sent is local and local.dtype == self.accumulate
         # In place at stages 0 and 1: the averaged slice is a window into the buffer, and costs no memory.
-        out = self.ranks.slice_of(local) if in_place else self._slice_memory()
+        out = self.shard_comm.slice_of(local) if in_place else self._slice_memory()
         before, after = self.divisors
         if before != 1:
             sent.div_(before)
@@ -253,16 +257,16 @@ class FlatGradients:
         if self.settings.reduce_scatter:
             self.reduce_slices(sent, out, divisor, what)
         else:
-            self.ranks.all_reduce(sent, divisor, what)
-            if self.ranks.slice_of(sent).data_ptr() != out.data_ptr():
-                out.copy_(self.ranks.slice_of(sent))
+            self.shard_comm.all_reduce(sent, divisor, what)
+            if self.shard_comm.slice_of(sent).data_ptr() != out.data_ptr():
+                out.copy_(self.shard_comm.slice_of(sent))
         if over_replicas:
             self._reduce_over_replicas(out, after, sent.dtype)
         self._add_to_slice(out, last)
 
     def _reduce_over_replicas(self, gradients: Tensor, divisor: float, message_dtype: torch.dtype) -> None:
         sent = gradients.to(message_dtype)
-        self.replicas.all_reduce(sent, divisor, f"gradients {self.name}")
+        self.replica_comm.all_reduce(sent, divisor, f"gradients {self.name}")
         if sent is not gradients:
             gradients.copy_(sent)
 

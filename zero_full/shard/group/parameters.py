@@ -112,7 +112,7 @@ def is_released(param: Tensor) -> bool:
 
 def layout_of(numels: Sequence[int], pair: Pair) -> FlatLayout:
     """Return the layout of parameters of these sizes in a flat buffer that is sharded over these ranks."""
-    return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.replicas.size)
+    return FlatLayout(tuple(numels), pair.shard_comm.size, ALIGNMENT, copies=pair.replica_comm.size)
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype]]:
@@ -141,7 +141,7 @@ class FlatParameters:
         self.members, self.kind = list(members), kind
         self.params = [member.param for member in members]
         self.shapes = [member.shape for member in self.members]
-        self.ranks, self.replicas = pair.shard, pair.replicas
+        self.shard_comm, self.replica_comm = pair.shard_comm, pair.replica_comm
         self.gather_slices, self.node = pair.gather, pair.node
         self.gather_exactly = pair.gather_exactly  # if `gather_slices` quantizes
         self.gather_ranks = pair.gather_ranks
@@ -153,7 +153,9 @@ class FlatParameters:
             if kind.released_at_rest
             else ParamStore()
         )
-        self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or param_store.is_offloaded)
+        self.released_at_rest = kind.released_at_rest and (
+            self.shard_comm.size > 1 or param_store.is_offloaded
+        )
         self.state, self.users = GatherState.WHOLE, 0  # `users`: calls that need the values now
         self.hidden = False  # the parameters are placeholders
         self.awaits_reload = False  # this rank's slice is empty until `engine.reload_states()`
@@ -179,19 +181,19 @@ class FlatParameters:
         for member in self.members:
             window = original[self.layout.windows[member.index]].view(member.shape)
             window.copy_(self.values_of(member.param))
-        for group in (self.ranks, self.replicas):
-            group.broadcast(as_bytes(original), f"parameters {self.name}")
+        for communicator in (self.shard_comm, self.replica_comm):
+            communicator.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
         if self.kind.trained and self.dtype != self.kind.dtype:
-            self.unrounded = self.ranks.slice_of(original)
-        mine = self.ranks.slice_of(self.full)
+            self.unrounded = self.shard_comm.slice_of(original)
+        mine = self.shard_comm.slice_of(self.full)
         return param_store.add(mine) if self.released_at_rest else ParamSlice(mine)
 
     def _reserve(self, param_store: ParamStore) -> ParamSlice:
         """Allocate zeros for this rank's slice, and for the whole buffer if it is not gathered for use."""
         make = torch.empty if self.released_at_rest else torch.zeros
         self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
-        mine = self.ranks.slice_of(self.full)
+        mine = self.shard_comm.slice_of(self.full)
         if self.released_at_rest:
             return param_store.add_zeros(mine.numel(), mine.dtype, mine.device)
         return ParamSlice(mine)
@@ -317,7 +319,7 @@ class FlatParameters:
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
-            self.slice.copy_to(self.ranks.slice_of(self.full), owner_stream)
+            self.slice.copy_to(self.shard_comm.slice_of(self.full), owner_stream)
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
         (exact or self.gather_slices)(full, f"parameters {self.name}")
 
@@ -340,7 +342,7 @@ class FlatParameters:
         if lane is not None:
             lane.drain()  # only their order tells messages apart
         if self.released_at_rest:
-            self.slice.copy_to(self.ranks.slice_of(self.full))
+            self.slice.copy_to(self.shard_comm.slice_of(self.full))
         full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
         return self.gather_ranks.post_all_gather(full, f"parameters {self.name}")
 
@@ -426,7 +428,7 @@ class FlatParameters:
     @cached_property
     def fragments(self) -> dict[int, Fragment]:
         """The fragments of parameters that this rank owns, by index of the parameter."""
-        return {fragment.index: fragment for fragment in self.layout.fragments(self.ranks.rank)}
+        return {fragment.index: fragment for fragment in self.layout.fragments(self.shard_comm.rank)}
 
     def piece_of(self, flat: Tensor, member: Member) -> Tensor | None:
         """Return a parameter's window in a flat tensor of this rank's slice; None if it owns no element.
@@ -447,18 +449,18 @@ class FlatParameters:
             low, high = fragment.flat_range
             has_shape = self.layout.world == 1 or not self.shapes[index]
             shape = self.shapes[index] if has_shape else (high - low,)
-            start = low - self.layout.slice_of(self.ranks.rank).start
+            start = low - self.layout.slice_of(self.shard_comm.rank).start
             forms[index] = shape, contiguous_strides(shape), start
         return forms
 
     def place_in_slice(self, member: Member) -> tuple[int, int]:
         """Return the first element in this rank's slice, and the number, of a parameter's fragment."""
         fragment = self.fragments[member.index]
-        return fragment.flat_range[0] - self.layout.slice_of(self.ranks.rank).start, fragment.numel
+        return fragment.flat_range[0] - self.layout.slice_of(self.shard_comm.rank).start, fragment.numel
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's window in a flat tensor of this rank's slice."""
-        start = self.layout.slice_of(self.ranks.rank).start
+        start = self.layout.slice_of(self.shard_comm.rank).start
         low, high = fragment.flat_range
         return flat[low - start : high - start]
 

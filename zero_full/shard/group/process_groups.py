@@ -23,21 +23,21 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Pair:
-    """The process groups of one kind of state: sharded over `shard`, and equal on all `replicas`."""
+    """The communicators of one kind of state: shards on `shard_comm`, replicas on `replica_comm`."""
 
-    shard: Communicator
-    replicas: Communicator
+    shard_comm: Communicator
+    replica_comm: Communicator
     gather: Gather
     reduce: Reduce
-    node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
+    node: Communicator | None = None  # ranks of `shard_comm` on this node, which keep a copy among them
     gather_exactly: Gather | None = None  # without quantization; None: `gather` is exact
     gather_ranks: Communicator | None = None  # `gather` is its all-gather; None: another kind of gather
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
-        """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
+        """All-gather small objects, with those of one `shard_comm` in a row. Every rank must call this."""
         gathered = [mine]
-        for group in (self.shard, self.replicas):
-            gathered = [each for some in group.gather_objects(gathered, what) for each in some]
+        for communicator in (self.shard_comm, self.replica_comm):
+            gathered = [each for some in communicator.gather_objects(gathered, what) for each in some]
         return gathered
 
 
@@ -54,7 +54,7 @@ class Communicators:
     traffic: Traffic
     all: list[Communicator]
     opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
-    user_calls: list[UserCalls]  # of the `shard` and `replicas` ranks, which have the same parameters
+    user_calls: list[UserCalls]  # of the ranks that have the same parameters
     model_parallel_calls: list[UserCalls]  # of the ranks of `model_parallel`
     is_copy: Callable[..., bool] = no_copy  # by name: another rank of `pipe` counts and saves it
 
@@ -72,7 +72,7 @@ class Communicators:
     @property
     def device(self) -> torch.device:
         """The device of the model and of every collective."""
-        return self.dense.shard.device
+        return self.dense.shard_comm.device
 
     @property
     def model_parallel(self) -> list[Communicator]:
@@ -82,7 +82,7 @@ class Communicators:
     @property
     def everyone(self) -> list[Communicator]:
         """The communicators that reach every rank of the step, if they are used one after the other."""
-        groups = [self.dense.shard, self.dense.replicas]
+        groups = [self.dense.shard_comm, self.dense.replica_comm]
         for each in (self.tensor, self.pipe):
             if each is not None:
                 groups.append(each)
@@ -179,7 +179,9 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> C
     pipe = connection.open(topology.pipe) if topology.pipe is not None else None
     between_experts = connection.open(topology.expert) if expert is not None else None
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
-    user_calls = [UserCalls(each, made) for each in (dense.shard, dense.replicas) if each.store is not None]
+    user_calls = [
+        UserCalls(each, made) for each in (dense.shard_comm, dense.replica_comm) if each.store is not None
+    ]
     parts = [each for each in (tensor, pipe) if each is not None and each.store is not None]
     return Communicators(
         dense=dense,
@@ -187,7 +189,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> C
         between_experts=between_experts,
         tensor=tensor,
         pipe=pipe,
-        data_ranks=dense.shard.size * dense.replicas.size,
+        data_ranks=dense.shard_comm.size * dense.replica_comm.size,
         traffic=connection.traffic,
         all=made,
         opened=opened,

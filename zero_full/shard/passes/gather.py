@@ -153,7 +153,7 @@ class ParameterGatherer:
         self.calls: set[Call] = set()  # calls in backward
         self.sites = {site.module: site for site in sites}
         self.unit_of = {group: site.unit for site in sites for group in site.groups}
-        ranks = min((group.ranks.size for group in self.unit_of), default=1)
+        ranks = min((group.shard_comm.size for group in self.unit_of), default=1)
         self.reach = param_store.prefetch_numel * ranks  # elements to prefetch at most, by the buffers
         # All-gathers are messages that need no thread. Equal on all ranks.
         self.posts_messages = any(group.parameters.posts_messages for group in self.unit_of)
@@ -304,10 +304,10 @@ class ParameterGatherer:
         if not self.param_store.can_fail:
             return
         # The largest group of ranks: an error concerns all that gather from the rank that had it.
-        group = max(self.unit_of, key=lambda group: group.ranks.size)
+        group = max(self.unit_of, key=lambda group: group.shard_comm.size)
         with torch.inference_mode(False):  # the lane's thread writes it outside of inference mode
-            flags = torch.zeros(group.ranks.size, dtype=torch.uint8, device=group.kind.device)
-            group.ranks.slice_of(flags).fill_(bool(self.param_store.lost))
+            flags = torch.zeros(group.shard_comm.size, dtype=torch.uint8, device=group.kind.device)
+            group.shard_comm.slice_of(flags).fill_(bool(self.param_store.lost))
         ask = partial(group.parameters.gather_slices, flags, "what could not be read")
         self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
         if flags.any():
@@ -481,7 +481,7 @@ class ParameterGatherer:
                     group.parameters.users -= 1
             site.active.clear()
         self.order = None
-        if any(group.ranks.size > 1 for group in self.unit_of):
+        if any(group.shard_comm.size > 1 for group in self.unit_of):
             self.interrupted = INTERRUPTED.format(type(error).__name__)
 
     def _watch(self, call: Call, outputs: Iterable[Tensor]) -> bool:

@@ -556,12 +556,12 @@ class GradientReducer:
         is reduced when the pass ends (`reduced_last`).
         """
         late = set(self.late)
-        pairs = dict.fromkeys((group.ranks, group.replicas) for group in self.groups)
-        for ranks, replicas in pairs:
-            theirs = [group for group in self.groups if (group.ranks, group.replicas) == (ranks, replicas)]
-            flags = torch.tensor([float(group in late) for group in theirs], device=ranks.device)
+        pairs = dict.fromkeys((group.shard_comm, group.replica_comm) for group in self.groups)
+        for pair in pairs:
+            theirs = [group for group in self.groups if (group.shard_comm, group.replica_comm) == pair]
+            flags = torch.tensor([float(group in late) for group in theirs], device=pair[0].device)
             # By the sum all ranks know which groups to reduce, whichever rank has the late gradients.
-            for communicator in (ranks, replicas):
+            for communicator in pair:
                 communicator.sum_numbers(flags, "gradients that came late")
             for group in (group for group, flag in zip(theirs, flags.tolist(), strict=True) if flag):
                 self.reduced_last.add(group)

@@ -199,14 +199,14 @@ class _Side:
 
     def __init__(self, pair: Pair, groups: Sequence[TrainedGroup]) -> None:
         self.pair, self.groups = pair, groups
-        self.has_peers = pair.shard.size > 1 or pair.replicas.size > 1
+        self.has_peers = pair.shard_comm.size > 1 or pair.replica_comm.size > 1
         self.members = [member for group in groups for member in group.members]
         self.length = FLAGS - MARKS + len(self.members)
         self.repeated: Sequence[TrainedGroup] = ()  # of parameters that all `tensor` ranks have whole
         released = [group for group in groups if group.parameters.released_at_rest]
         kinds = {(g.parameters.dtype, g.kind.device) for g in released if g.kind.device.type != "meta"}
         self.placeholders = [placeholder_scalar(*kind) for kind in kinds]
-        device = pair.shard.device
+        device = pair.shard_comm.device
         if device.type == "meta":  # a dry run on the meta device needs real numbers here
             device = torch.device("cpu")
         self.device, self.sum_device = device, device if has_fp64(device) else torch.device("cpu")
@@ -216,7 +216,7 @@ class _Side:
         pair = self.pair
         actions, mark_of_slices = self._actions(mine), 0.0
         if slices := mine.by_hand.of_slices(self.members):
-            mark_of_slices = mark_of([pair.shard.rank, slices], SLICE_BITS)
+            mark_of_slices = mark_of([pair.shard_comm.rank, slices], SLICE_BITS)
         mark = mark_of(actions, MARK_BITS)
         gradients, outside_norm, squares, nonfinite = self._gradients() if counts else ([], [], 0.0, 0.0)
         numbers = [squares, nonfinite, 0.0, float(mine.stops), float(mine.alarm), float(mine.late), 0.0]
@@ -234,12 +234,12 @@ class _Side:
         if self.repeated and not mine.failed:
             vector[REPEATED] += squares_of(self.repeated, self.device)
         what = "norm and parameters in use"
-        pair.shard.sum_numbers(vector, what)
-        if pair.replicas.size > 1:
-            if pair.shard.size > 1:
+        pair.shard_comm.sum_numbers(vector, what)
+        if pair.replica_comm.size > 1:
+            if pair.shard_comm.size > 1:
                 vector[SLICES + 1] = vector[SLICES].square()
             # Replicas own the same averaged gradients: leave their squares out of the sum.
-            pair.replicas.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
+            pair.replica_comm.sum_numbers(vector[SQUARES if mine.averaged else 0 :], what)
         return vector
 
     def _actions(self, mine: Contribution) -> Actions:
@@ -269,7 +269,7 @@ class _Side:
 
     def diverges(self, vector: Tensor) -> Tensor:
         """Return on the device whether `read` raises, or compares parameters, on the ranks of this pair."""
-        ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
+        ranks, copies = self.pair.shard_comm.size * self.pair.replica_comm.size, self.pair.replica_comm.size
         marks, squared, slices, squared_slices, overwritten = vector[MARKS:FLAGS]
         differs: Tensor = (ranks * squared != marks.square()) | (overwritten > 0)
         return differs if copies == 1 else differs | (copies * squared_slices != slices.square())
@@ -281,7 +281,7 @@ class _Side:
             for placeholder in self.placeholders:  # repair them, so that they read as NaN again
                 placeholder.fill_(float("nan"))
             raise RuntimeError(OVERWRITTEN_BY)
-        ranks, copies = self.pair.shard.size * self.pair.replicas.size, self.pair.replicas.size
+        ranks, copies = self.pair.shard_comm.size * self.pair.replica_comm.size, self.pair.replica_comm.size
         # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
         if not are_equal(ranks, marks, squared):
             self._compare_actions(self._actions(mine))
@@ -304,7 +304,7 @@ class _Side:
     def _compare_slices(self, slices: Sequence[tuple[str, str]]) -> None:
         """Raise on every rank if user code wrote different values to replicas of a slice."""
         everyones = self.pair.gather_objects(dict(slices), "what was written to slices")
-        size, differences = self.pair.shard.size, list[str]()
+        size, differences = self.pair.shard_comm.size, list[str]()
         for first in range(size):  # the first replica's rank; `size` ranks further on is the next one
             copies = {rank: everyones[rank] for rank in range(first, len(everyones), size)}
             for key in dict.fromkeys(key for each in copies.values() for key in each):
@@ -408,11 +408,11 @@ class ModelParallelAgreement:
     def problems(self) -> list[str]:
         """Describe the differences between parts, on the ranks concerned. Every rank must call this."""
         known, found = {this_rank(): (self.actions, float(self.repeated))}, list[str]()
-        for group in self.communicators.model_parallel:
-            gathered = group.gather_objects(known, "what ranks would do")
+        for communicator in self.communicators.model_parallel:
+            gathered = communicator.gather_objects(known, "what ranks would do")
             known = dict(sorted(item for some in gathered for item in some.items()))
             norms = {rank: f"{squares**0.5:.4g}" for rank, (_, squares) in known.items()}
-            if self.batches and group is self.communicators.tensor and len({*norms.values()}) > 1:
+            if self.batches and communicator is self.communicators.tensor and len({*norms.values()}) > 1:
                 found.append(
                     "tensor-parallel ranks have different gradients of parameters that are not cut: their "
                     f"norm is {', '.join(f'{norm} (rank {rank})' for rank, norm in norms.items())}. "
@@ -535,14 +535,14 @@ def gather_messages(communicators: Communicators, mine: Sequence[str], what: str
     One number is summed first: as a rule no rank has a message, and the objects need not be gathered. A rank
     without peers sums nothing, as reading the sum would wait for the device.
     """
-    if all(group.size == 1 for group in communicators.everyone):
+    if all(communicator.size == 1 for communicator in communicators.everyone):
         return list(dict.fromkeys(mine))
     device = communicators.device
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
-    for group in communicators.everyone:
-        group.sum_numbers(count, what)
+    for communicator in communicators.everyone:
+        communicator.sum_numbers(count, what)
     messages = list(mine)
     if count.item():
-        for group in communicators.everyone:
-            messages = [one for each in group.gather_objects(messages, what) for one in each]
+        for communicator in communicators.everyone:
+            messages = [one for each in communicator.gather_objects(messages, what) for one in each]
     return list(dict.fromkeys(messages))

@@ -94,8 +94,8 @@ class DelayedUpdates:
     def _look_up(self) -> int:
         """Return the most steps that any parameter has taken on any rank. Every rank must call this."""
         most = max((int(state.get("step", 0)) for state in self.base.state.values()), default=0)
-        for group in self.communicators.everyone:
-            most = max(group.gather_objects(most, "updates until now"))
+        for communicator in self.communicators.everyone:
+            most = max(communicator.gather_objects(most, "updates until now"))
         return int(most)
 
     def begin(

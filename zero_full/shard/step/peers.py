@@ -42,10 +42,12 @@ def deal_owners(owners: Owners, everything: Sequence[TrainedGroup], rule: OwnerR
     new = [(m, group.parameters) for group in everything for m in group.members if m.name not in owners]
     wholes = [(Whole(m.name, m.shape, m.group), m, flat) for m, flat in new if m.shape.numel()]
     wholes = [each for each in wholes if rule.concerns(each[0])]
-    for ranks in dict.fromkeys(flat.ranks for _, _, flat in wholes):
-        theirs = [(whole, flat.layout.shares(m.index)) for whole, m, flat in wholes if flat.ranks is ranks]
+    for comm in dict.fromkeys(flat.shard_comm for _, _, flat in wholes):
+        theirs = [
+            (whole, flat.layout.shares(m.index)) for whole, m, flat in wholes if flat.shard_comm is comm
+        ]
         works = [rule.work(whole) for whole, _ in theirs]
-        dealt = assign_work(works, [shares for _, shares in theirs], ranks.size)
+        dealt = assign_work(works, [shares for _, shares in theirs], comm.size)
         owners |= {whole.name: owner for (whole, _), (owner, _) in zip(theirs, dealt, strict=True)}
 
 
@@ -67,18 +69,18 @@ class PartPeers(Peers):
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
         """Sum rows of numbers over the ranks that own pieces of the same parameter."""
-        named = [(member.name, flat.ranks) for member, flat in self.members]
+        named = [(member.name, flat.shard_comm) for member, flat in self.members]
         place = {name: number for number, (name, _) in enumerate(named)}
         mine = indices_on(rows.device, [place[piece.name] for piece in pieces])
         totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         totals[mine] = rows
         # A row of zeros for parameters of which this rank has no piece, so that all ranks send equal sizes.
-        for ranks in dict.fromkeys(ranks for _, ranks in named):
-            if ranks.size > 1:
-                numbers = [number for number, (_, each) in enumerate(named) if each is ranks]
+        for comm in dict.fromkeys(each for _, each in named):
+            if comm.size > 1:
+                numbers = [number for number, (_, each) in enumerate(named) if each is comm]
                 theirs = indices_on(rows.device, numbers)
-                rows_there = copy_on(ranks.device, totals[theirs])
-                summed = ranks.sum_numbers(rows_there, "numbers about whole parameters")
+                rows_there = copy_on(comm.device, totals[theirs])
+                summed = comm.sum_numbers(rows_there, "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
         split = [number for number, (_, flat) in enumerate(self.members) if flat.kind.is_split]
         if self.tensor is not None and split:
@@ -97,8 +99,8 @@ class PartPeers(Peers):
     @property
     def alike(self) -> Communicator:
         """The ranks that are replicas of the same state."""
-        (ranks,) = {group.replicas for group in self.part}
-        return ranks
+        (comm,) = {group.replica_comm for group in self.part}
+        return comm
 
     @property
     def place(self) -> tuple[int, int]:
@@ -114,14 +116,14 @@ class PartPeers(Peers):
         mine = {piece.name: piece for piece in pieces}
         known = [(Whole(m.name, m.shape, m.group), m, flat) for m, flat in self.members]
         known = [each for each in known if each[1].shape.numel() and rule.concerns(each[0])]
-        for ranks in dict.fromkeys(flat.ranks for _, _, flat in known):
+        for comm in dict.fromkeys(flat.shard_comm for _, _, flat in known):
             theirs = [
                 (whole, flat.layout.shares(member.index))
                 for whole, member, flat in known
                 # A single rank may lack a piece, if user code cleared its gradient.
-                if flat.ranks is ranks and (ranks.size > 1 or whole.name in mine)
+                if flat.shard_comm is comm and (comm.size > 1 or whole.name in mine)
             ]
-            self.travel(self._rounds(theirs, ranks.size, rule), ranks, rule, mine)
+            self.travel(self._rounds(theirs, comm.size, rule), comm, rule, mine)
 
     def _rounds(
         self, known: Sequence[tuple[Whole, list[Share]]], world: int, rule: WholeRule
@@ -136,7 +138,7 @@ class PartPeers(Peers):
         return [Round(parcels, world) for parcels in rounds if parcels]
 
     def travel(
-        self, rounds: Sequence["Round"], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
+        self, rounds: Sequence["Round"], comm: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
     ) -> None:
         """Run the rounds as a pipeline: send the next round, compute on this one, receive the previous one.
 
@@ -144,7 +146,7 @@ class PartPeers(Peers):
         """
         ahead: Trip | None = None  # sent, not computed yet
         behind: Trip | None = None  # computed, results on the way back
-        for trip in chain((Trip(each, ranks, rule, mine, self.lane) for each in rounds), [None]):
+        for trip in chain((Trip(each, comm, rule, mine, self.lane) for each in rounds), [None]):
             if trip is not None:
                 trip.leave()
             if ahead is not None:
@@ -214,16 +216,16 @@ class Trip:
     """One rank's part in a round: its buffers and its two all-to-alls."""
 
     def __init__(
-        self, one: Round, ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece], lane: Lane
+        self, one: Round, comm: Communicator, rule: WholeRule, mine: Mapping[str, Piece], lane: Lane
     ) -> None:
-        self.round, self.ranks, self.rule, self.mine, self.lane = one, ranks, rule, mine, lane
-        self.splits, self.what = one.splits(ranks.rank), f"whole parameters {one.parcels[0].whole.name} ..."
+        self.round, self.comm, self.rule, self.mine, self.lane = one, comm, rule, mine, lane
+        self.splits, self.what = one.splits(comm.rank), f"whole parameters {one.parcels[0].whole.name} ..."
         self.pending: Pending = Done()
 
     def leave(self) -> None:
         """Send this rank's contributions to the owners."""
-        sent, received, rank = self.splits.sent, self.splits.received, self.ranks.rank
-        make = partial(torch.empty, dtype=self.rule.wire, device=self.ranks.device)
+        sent, received, rank = self.splits.sent, self.splits.received, self.comm.rank
+        make = partial(torch.empty, dtype=self.rule.wire, device=self.comm.device)
         self.sent, self.received = make(sum(sent)), make(sum(received))
         outgoing, incoming = self.round.from_rank(rank), self.round.to_rank(rank)
         windows = self.sent.split([numel for _, numel in outgoing])
@@ -238,7 +240,7 @@ class Trip:
         """Wait for the contributions to this rank's parameters, compute, and send the results back."""
         self.pending.wait()
         for parcel in self.round.parcels:
-            if parcel.owner == self.ranks.rank:
+            if parcel.owner == self.comm.rank:
                 self._work_on(parcel)
         # `_work_on` wrote the results over the contributions, so the same two buffers serve the way back.
         back = Splits(self.splits.received, self.splits.sent, self.splits.most)
@@ -252,7 +254,7 @@ class Trip:
 
     def _work_on(self, parcel: Parcel) -> None:
         """Assemble a whole parameter from its pieces, compute, and write the results over the pieces."""
-        whole, rule, device = parcel.whole, self.rule, self.ranks.device
+        whole, rule, device = parcel.whole, self.rule, self.comm.device
         parts = [self.others.get((rank, whole.name)) for rank, _ in parcel.shares]
         mine = self.mine.get(whole.name)  # a rank has one piece of a parameter at most
         brought = [part for part in parts if part is not None]
@@ -268,5 +270,5 @@ class Trip:
 
     def _send(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
         if splits.most:  # equal on all ranks: either all send in this round, or none
-            job = partial(self.ranks.all_to_all_uneven, sent, received, splits, self.what)
+            job = partial(self.comm.all_to_all_uneven, sent, received, splits, self.what)
             self.pending = self.lane.submit(job, [sent, received], [self.lane.producer()])

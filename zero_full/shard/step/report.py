@@ -86,8 +86,8 @@ def investigate(
 ) -> str:
     """Describe gradients that are not finite, equally on every rank. Every rank must call this."""
     finding = _look_here(trained, loss, rank)
-    for group in everyone:
-        finding = _merge(group.gather_objects(finding, "report about non-finite gradients"))
+    for communicator in everyone:
+        finding = _merge(communicator.gather_objects(finding, "report about non-finite gradients"))
     # Name the first parameters of the model first: the list of groups is in the order of backward.
     order = {m.name: place for place, m in enumerate(m for g in reversed(trained) for m in g.members[::-1])}
     names = sorted(set(finding.parameters), key=lambda name: order.get(name, len(order)))
