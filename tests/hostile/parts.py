@@ -253,7 +253,7 @@ def save(run: Run) -> None:
 
 
 # The last is gloo's own: tensor-parallel ranks wait for each other in collectives of torch.
-WAITS = "waits in {}.* for ranks|rank .* has left the group|Timed out waiting"
+WAITS = "waits in {}.* for ranks|rank .* has destroyed its engine or exited|Timed out waiting"
 SLOW = [WAITS.format(call) for call in ("save_checkpoint", "GatheredParameters", "engine.generation")]
 
 

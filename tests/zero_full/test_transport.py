@@ -383,7 +383,7 @@ def one_never_comes(comm: Any, seconds_there: float) -> str:
 @pytest.mark.skipif(not shared.can_spin(), reason="ranks meet by messages here")
 @pytest.mark.parametrize(
     ("seconds_there", "reason"),
-    [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has left the group")],
+    [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has destroyed its engine or exited")],
 )
 def test_a_rank_that_does_not_come_is_named(seconds_there: float, reason: str) -> None:
     assert POOL.run(one_never_comes, 2, seconds_there) == [reason, "not there"]

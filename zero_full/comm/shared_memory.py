@@ -323,7 +323,7 @@ class SpinBarrier:
             if ended:
                 raise RuntimeError(f"the process of rank {rank} has ended")
             if is_late and number < 0:
-                raise RuntimeError(f"rank {rank} has left the group")
+                raise RuntimeError(f"rank {rank} has destroyed its engine or exited")
             if waited > self.timeout_s:
                 raise RuntimeError(f"timed out: rank {rank} has not come within {self.timeout_s:g} s")
             time.sleep(LONG_SLEEP_S if is_late else SLEEP_S)

@@ -103,7 +103,7 @@ class FlatGradients:
             else HostGradientSlice(copy_threads, self.name, self.layout.shard_numel, self.accumulate)
         )
         self.host_slice = host
-        self.frees, self.checks_finite = settings.shards_gradients, settings.needs_norm
+        self.shards_gradients, self.checks_finite = settings.shards_gradients, settings.needs_norm
         alone = self.shard_comm.size == self.replica_comm.size == 1
         self.has_peers, self.is_replicated = not alone, self.replica_comm.size > 1
         master = settings.dtypes.master_of(parameters.dtype)
@@ -230,10 +230,10 @@ class FlatGradients:
         if averages:
             self._average(local, message_dtype, last)
         else:
-            copies = not self.frees and not self.slice_is_valid and local.dtype != self.accumulate
+            copies = not self.shards_gradients and not self.slice_is_valid and local.dtype != self.accumulate
             self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
         self.arrived.clear()
-        if self.frees:  # stages 2 and 3: only this rank's slice of the gradients stays in memory
+        if self.shards_gradients:  # stages 2 and 3: only this rank's slice of the gradients stays in memory
             if self.reuses_memory:
                 self.spares.append(local)
             self.local_grads = None
@@ -243,7 +243,7 @@ class FlatGradients:
     def _average(self, local: Tensor, message_dtype: torch.dtype, last: bool) -> None:
         """Reduce the flat buffer over the ranks, and add this rank's slice of the average to `grad_slice`."""
         sent = local.to(message_dtype)
-        keeps = not self.frees and not self.slice_is_valid
+        keeps = not self.shards_gradients and not self.slice_is_valid
         in_place = keeps and sent is local and local.dtype == self.accumulate
         # In place at stages 0 and 1: the averaged slice is a window into the buffer, and costs no memory.
         out = self.shard_comm.slice_of(local) if in_place else self._slice_memory()
@@ -252,7 +252,7 @@ class FlatGradients:
             sent.div_(before)
         # Stages 2 and 3 average over replicas once per step, by `average_over_replicas`. Gradients that come
         # after that are averaged at once, because the slice that they are added to is.
-        over_replicas = self.is_replicated and (not self.frees or self.slice_is_replica_average)
+        over_replicas = self.is_replicated and (not self.shards_gradients or self.slice_is_replica_average)
         divisor, what = 1 if over_replicas else after, f"gradients {self.name}"
         if self.settings.reduce_scatter:
             self.reduce_slices(sent, out, divisor, what)
@@ -279,7 +279,7 @@ class FlatGradients:
             self.grad_slice.add_(more)
 
     def _lacks_replica_average(self) -> bool:
-        return self.frees and self.is_replicated and not self.slice_is_replica_average
+        return self.shards_gradients and self.is_replicated and not self.slice_is_replica_average
 
     def average_over_replicas(self) -> None:
         """Average this rank's slice over the replicas, once per step."""
@@ -394,14 +394,14 @@ class HostGradients(FlatGradients):
         return self.grad_slice is not None and self.grad_slice is self.host_slice.memory
 
     def _open(self, dtype: torch.dtype) -> Tensor:
-        if not self.frees:
+        if not self.shards_gradients:
             self.host_slice.wait_until_copied()  # wait: a copy may still read the buffer
         return super()._open(dtype)
 
     def _average(self, local: Tensor, message_dtype: torch.dtype, last: bool) -> None:
         if not self.is_average:
             return super()._average(local, message_dtype, last)
-        if self.frees:
+        if self.shards_gradients:
             self.host_slice.copy_threads.wait_for_turn()
         self._add_to_slice(local.to(message_dtype), last)  # it may have fewer bytes than `local`
 

@@ -197,7 +197,7 @@ class GradientReducer:
         self.all_groups = list(groups)
         self.lane, self.spares, self.backward = lane, spares, backward
         self.shards_gradients, self.shards_parameters = settings.shards_gradients, settings.shards_parameters
-        self.on_arrival = settings.copy_on_arrival
+        self.copies_on_arrival = settings.copy_on_arrival
         self.averages = averages
         self.on_begin, self.on_unfreeze, self.on_wake = on_begin, on_unfreeze, on_wake
         self.hands_back = hands_back
@@ -401,7 +401,7 @@ class GradientReducer:
             self._drain(0)
         elif self.shards_gradients and self.pending and not self.lane.stops_host:
             self._drain(IN_FLIGHT - 1)  # free an older buffer before this group opens its own
-        if self.on_arrival or not self.syncing:
+        if self.copies_on_arrival or not self.syncing:
             group.gradients.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[group].discard(member)
         if self.syncing and not self.wait_for_end and not self.shards_parameters:
