@@ -202,7 +202,7 @@ def assemble(
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     communicators = connect(topology, settings, connection)
     if communicators.dense.shard_comm.size > 1 or (
-        communicators.expert is not None and communicators.expert.shard.size > 1
+        communicators.expert is not None and communicators.expert.shard_comm.size > 1
     ):
         check_elementwise(base, settings.allow_untested)
     check_backend(base, communicators, device)

@@ -345,7 +345,7 @@ class Simulation:
         """Return how much the largest rank exceeds the first. See [Note: the rank that holds most]."""
         communicators, expert_ranks = self.optimizer.communicators, self.cluster.experts or 1
         dense = by_rank.get(communicators.dense.shard_comm, [0])
-        experts = [0] if communicators.expert is None else by_rank.get(communicators.expert.shard, [0])
+        experts = [0] if communicators.expert is None else by_rank.get(communicators.expert.shard_comm, [0])
         totals = [
             dense[rank % len(dense)] + experts[rank // expert_ranks % len(experts)]
             for rank in range(self.cluster.world)

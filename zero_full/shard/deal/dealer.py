@@ -235,7 +235,7 @@ class Dealer:
         for indices in deal(backward_order(len(trained)), numels, kinds, limit):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
-                indices = round_robin(indices, self._pair(kind).shard.size)
+                indices = round_robin(indices, self._pair(kind).shard_comm.size)
             yield self._draft([trained[index] for index in indices], kind)
 
     def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> Draft:
@@ -270,7 +270,7 @@ class Dealer:
 
     def rank_of(self, draft: Draft) -> int:
         """Return the index of this rank's slice."""
-        return self._pair(draft.kind).shard.rank
+        return self._pair(draft.kind).shard_comm.rank
 
     def _pair(self, kind: Kind) -> Pair:
         return (
