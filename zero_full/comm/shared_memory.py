@@ -217,7 +217,7 @@ class WindowWriter:
         else:
             place.copy_(piece)
         self.times.append((time.perf_counter() - start) / piece.nbytes)
-        if len(self.times) == PIECES + TRIES:
+        if len(self.times) >= PIECES + TRIES:  # more after an interrupt
             present, other = median(self.times[:PIECES]), median(self.times[PIECES:])
             plain, nontemporal = (other, present) if self.nontemporal else (present, other)
             self.nontemporal = 2 * nontemporal < plain  # less gain would be lost by readers
