@@ -78,10 +78,10 @@ def load(
     weights_only  None or False: unpickle any object of `others`; True: plain ones only
     """
     attempt = Attempt(engines[0].optimizer, "load of a Lightning checkpoint")
-    weights = None
+    read = None
     if engines[0].global_rank == 0:  # other ranks may not see a new file yet
-        weights = attempt(partial(_weights_state, folder))
-    weights = next(iter(attempt.agree(weights).values()))
+        read = attempt(partial(_weights_state, folder))
+    weights = next(iter(attempt.agree(read).values()))
     if weights is not None:
         for engine in engines:
             engine.load_weights(folder, strict=strict)
@@ -152,7 +152,8 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
     else:
         with TemporaryDirectory(dir=Path(file).parent) as exported:
             state, first = {}, _client_state(folder, tag_of(0))
-            for number in range(1, first.get(ENGINES, 1)):  # an earlier save may have left more
+            parts = 1 + len([*Path(folder).glob("optimizer_*")])  # an earlier save may have left more
+            for number in range(1, first.get(ENGINES, parts)):
                 _check_save(folder, number, first, _client_state(folder, tag_of(number)))
                 state |= _exported(folder, Path(exported) / tag_of(number), tag_of(number))
             state |= _exported(folder, Path(exported) / "first", tag_of(0))
