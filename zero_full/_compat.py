@@ -179,7 +179,7 @@ def discard_micro_batch(stage: Any, micro_batch: int) -> None:
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """Make this process the first of `ranks` ranks of torch.distributed, whose collectives move no data."""
+    """Initialize torch.distributed with a fake process group: rank 0 of `ranks`, collectives move no data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -1,9 +1,7 @@
 """`python -m tests.hostile.lasting`: what 50 engines and 500 steps leave behind, as a table for the site."""
 
-import ctypes
 import gc
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from tests.bench.interleave import heading
 from tests.hostile.cells import STAGES
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
+from zero_full.freed_memory import return_freed_memory
 
 CYCLES, STEPS = 50, 500
 WAYS: dict[str, dict[str, Any]] = {
@@ -25,8 +24,7 @@ Left = tuple[int, int, int]  # open files, threads, MiB
 def left() -> Left:
     """What this process holds now."""
     gc.collect()
-    with suppress(AttributeError):  # only glibc has it. What malloc keeps of freed memory is no leak
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()  # what malloc keeps of it is no leak
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files, threads = (len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task"))
     return files, threads, pages * 4096 // 2**20

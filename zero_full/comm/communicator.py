@@ -64,7 +64,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Communicator:
-    """A process group with its collectives. Without a group there is one rank, and they do nothing."""
+    """The collectives of a process group. Without a group there is one rank, and collectives do nothing."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class Communicator:
 
 
 class Posted:
-    """An all-gather whose messages are on their way."""
+    """A pending all-gather: its messages are posted, and `wait` completes it."""
 
     def __init__(self, by: Communicator, what: str) -> None:
         self.by, self.what, self.works = by, what, list[dist.Work]()

@@ -326,8 +326,10 @@ def resolve(
 ) -> Resolved:
     """Validate a configuration for this many data-parallel ranks and fill in every value.
 
-    Takes a dict, the path of a JSON file or a Config. `on_cpu` and `spans_hosts` tell about the ranks. Raises
-    ConfigError with all mistakes.
+    Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all mistakes.
+
+    on_cpu       ranks are CPUs. They send messages if they span hosts or `shared_memory` is false
+    spans_hosts  the ranks are on several hosts
     """
     check_world_size(world_size)
     given, name, parsed = _as_mapping(config)

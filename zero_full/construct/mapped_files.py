@@ -1,4 +1,4 @@
-"""Tensors whose memory is a mapped file, as safetensors and `torch.load(mmap=True)` make them.
+"""Memory-mapped tensors, as safetensors and `torch.load(mmap=True)` return them.
 
 The kernel reads such a file page by page, when a tensor's values are used. So a rank that takes its slices of
 a parameter reads little more than these. And ranks of one host whose tensors are the same bytes of the same

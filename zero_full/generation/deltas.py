@@ -203,7 +203,7 @@ class Deltas:
         yield from iteration.assemble(in_buckets(parts, bucket_bytes))
 
     def _take(self) -> None:
-        """Take the changes to hand over. What is written from now on is of the next hand-over."""
+        """Detach the changes noted so far, for one delta. Later writes belong to the next delta."""
         for master in self.masters.values():
             master.take_changes()
 

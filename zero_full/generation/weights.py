@@ -209,8 +209,8 @@ def _whole(
 
 def present(optimizer: ZeroOptimizer, name: str, tensor: Tensor, dtype: torch.dtype | None) -> BucketPart:
     """Return the bucket part of a tensor outside of flat buffers, which every rank has."""
-    given, ranks = wanted(tensor.dtype, dtype), optimizer.communicators.dense.shard_comm
-    part = WholeTensor(0, ranks, name=name, tensor=local_of(tensor), dtype=given)
+    given, comm = wanted(tensor.dtype, dtype), optimizer.communicators.dense.shard_comm
+    part = WholeTensor(0, comm, name=name, tensor=local_of(tensor), dtype=given)
     tensor_ranks = optimizer.communicators.tensor
     return part if tensor_ranks is None else SplitTensor.of(tensor, name, given, part, tensor_ranks)
 

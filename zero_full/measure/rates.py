@@ -365,7 +365,7 @@ def waiting_share(clock: Clock) -> float:
 
 
 class SmallModel(nn.Module):
-    """Blocks of two layers, whose matrices leave nothing of the last block in a core's own caches."""
+    """A model of blocks with two linear layers. A block's matrices exceed a core's own caches."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()

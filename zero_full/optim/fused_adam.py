@@ -68,7 +68,7 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, with the compiled operator if there is one."""
+        """Update the parameters that have gradients, by the compiled operator where it is available."""
         loss = loss_of(closure)
         pieces = [
             Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])

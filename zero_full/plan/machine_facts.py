@@ -30,7 +30,7 @@ def machine_facts(device: str, ranks: int) -> dict[str, Any]:
 
 
 def threads_of_a_rank(ranks: int) -> int:
-    """Return the threads of a rank of such a run: this process's own if it is a rank, else torchrun's.
+    """Return the intra-op threads of each rank: those of this process if it is a rank, else torchrun's.
 
     torchrun gives each of several ranks one thread, unless OMP_NUM_THREADS is set.
     """

@@ -91,11 +91,8 @@ class FlatGradients:
         self.device = parameters.kind.device
         self.windows = self.layout.windows
         self.strides = list(map(contiguous_strides, parameters.shapes))
-        self.shard_comm, self.replica_comm, self.name = (
-            parameters.shard_comm,
-            parameters.replica_comm,
-            parameters.name,
-        )
+        self.shard_comm, self.replica_comm = parameters.shard_comm, parameters.replica_comm
+        self.name = parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
         host = (
             None

@@ -28,11 +28,8 @@ class ParameterGroup:
     def __init__(self, parameters: FlatParameters) -> None:
         self.parameters = parameters
         self.members, self.kind, self.layout = parameters.members, parameters.kind, parameters.layout
-        self.shard_comm, self.replica_comm, self.name = (
-            parameters.shard_comm,
-            parameters.replica_comm,
-            parameters.name,
-        )
+        self.shard_comm, self.replica_comm = parameters.shard_comm, parameters.replica_comm
+        self.name = parameters.name
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Set a parameter's values. Every rank must do the same."""
