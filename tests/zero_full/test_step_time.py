@@ -219,7 +219,8 @@ def test_passes_of_the_runtime_have_their_kind_and_bytes() -> None:
         (CAST, "float32", 1, three, 6 * whole),  # the first micro-batch
         (MIXED, "float32", 1, three, 2 * 10 * whole),  # read, add and write the others
         (ACCUMULATE, "float32", 2, three, 2 * 12 * share),  # averaged slices of micro-batches
-        (CAST, "bfloat16", 0, bf16, 6 * whole),  # to average in 16 bits what replicas have
+        (CAST, "bfloat16", 0, bf16, 0),  # averaged in 16 bits, and then converted
+        (CAST, "float32", 0, bf16, 6 * whole),
     ]
     for kind, dtype, stage, more, size in cases:
         time = planned(stage, only(kind, dtype), inputs=[torch.empty(1, IN, device="meta")], **more).step_time

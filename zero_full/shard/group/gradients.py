@@ -250,14 +250,16 @@ class FlatGradients:
         # Stages 2 and 3 average over replicas once per step, by `average_over_replicas`. Gradients that come
         # after that are averaged at once, because the slice that they are added to is.
         over_replicas = self.is_replicated and (not self.shards_gradients or self.slice_is_replica_average)
-        divisor, what = 1 if over_replicas else after, f"gradients {self.name}"
-        if self.settings.reduce_scatter:
+        # Stage 0: replicas average the whole buffer, in the dtype of messages.
+        is_whole = over_replicas and self.shard_comm.size == 1
+        divisor, what = 1 if over_replicas and not is_whole else after, f"gradients {self.name}"
+        if self.settings.reduce_scatter and not is_whole:
             self.reduce_slices(sent, out, divisor, what)
         else:
-            self.shard_comm.all_reduce(sent, divisor, what)
-            if self.shard_comm.slice_of(sent).data_ptr() != out.data_ptr():
+            (self.replica_comm if is_whole else self.shard_comm).all_reduce(sent, divisor, what)
+            if not in_place:
                 out.copy_(self.shard_comm.slice_of(sent))
-        if over_replicas:
+        if over_replicas and not is_whole:
             self._reduce_over_replicas(out, after, sent.dtype)
         self._add_to_slice(out, last)
 
