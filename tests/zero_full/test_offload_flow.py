@@ -48,6 +48,7 @@ def one_step(engine: Any, step: int, rank: int) -> None:
 
 LAYERS, WIDTH = 6, 64
 NAP_S = 0.02  # a layer's backward
+PATIENCE_S = 2.0
 
 
 class Slow(torch.autograd.Function):
@@ -90,6 +91,11 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], l
         began = time.monotonic()
         STEP(stepper, *rest)
         time.sleep(NAP_S)
+        # On a busy machine a thread may start late: a part ends when those before the last one went up.
+        while sum(copy.way == "up" for copy in copies.done) < len(stepped) - 1:
+            if time.monotonic() > began + PATIENCE_S:
+                break
+            time.sleep(NAP_S)
         stepped.append((began, time.monotonic()))
 
     def square(slice_: HostGradientSlice) -> None:
