@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_full.assemble import compose
 from zero_full.comm.devices import ON_CPU
+from zero_full.comm.shared_memory import can_share_memory
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
+from zero_full.config.resolve import Transport
 from zero_full.config.rules import MICRO, TRAIN
 from zero_full.config.schema import OptimizerConfig
 from zero_full.construct import outside_recording
@@ -161,8 +163,7 @@ def _read(
     roll_call: StartupBarrier,
 ) -> tuple[Resolved, Settings, Monitors | None]:
     """Return the resolved configuration, its settings and, on the first rank, its open monitors."""
-    on_cpu = dist.is_initialized() and dist.get_backend() in ON_CPU
-    resolved = resolve(_config(*configs), data_ranks, on_cpu, spans_hosts())
+    resolved = resolve(_config(*configs), data_ranks, _transport())
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:
         roll_call.wait(settings.check_timeout_s)
@@ -173,6 +174,16 @@ def _read(
     # Opened before anything is built, so that after an error the model can be initialized again.
     is_writer = this_rank() == 0 and is_monitored(resolved.config)
     return resolved, settings, Monitors(resolved.config) if is_writer else None
+
+
+def _transport() -> Transport:
+    """Return how ranks reach each other, as far as the environment says. Equal on all ranks."""
+    on_cpu = dist.get_backend() in ON_CPU if dist.is_initialized() else not torch.accelerator.is_available()
+    if not on_cpu:
+        return "accelerator"
+    if spans_hosts():
+        return "network"
+    return "shared memory" if can_share_memory() else "loopback"
 
 
 def _make(

@@ -23,11 +23,11 @@ from torch import nn
 
 import zero_full
 from tests.worlds import POOL, free_port, run_each
-from zero_full import Topology, assemble
+from zero_full import Topology, assemble, initialization
 from zero_full.comm import devices
 from zero_full.comm.lane import InlineLane, ThreadLane
 from zero_full.config import resolve
-from zero_full.config.resolve import MESSAGE_BUCKET
+from zero_full.config.resolve import FREED_BUCKET, OVERLAPPED_BUCKET, Transport
 from zero_full.config.rules import MICRO
 from zero_full.errors import LaunchError, SharedDeviceError
 from zero_full.start import launch
@@ -399,10 +399,13 @@ def test_a_rank_that_raises_ends_though_its_groups_do_not(tmp_path: Path) -> Non
     assert run.returncode == 1 and "RuntimeError: the reason" in run.stderr
 
 
+SIZES = {MICRO: 1, "gradient_clipping": 0.0}
+
+
 def overlapped(comm: Any, hosts: int, keys: dict[str, Any]) -> tuple[bool, int]:
     """What `initialize` derives for `overlap_comm` and buckets, if torchrun has started so many hosts."""
     sizes = {"WORLD_SIZE": str(comm.world_size), "LOCAL_WORLD_SIZE": str(comm.world_size // hosts)}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **keys}
+    config: dict[str, Any] = {**SIZES, **keys}
     config["optimizer"] = {"type": "AdamW", "params": {}}
     with mock.patch.dict(os.environ, sizes):
         engine = zero_full.initialize(model=nn.Linear(2, 2), config=config, dist_init_required=False)[0]
@@ -413,20 +416,26 @@ def overlapped(comm: Any, hosts: int, keys: dict[str, Any]) -> tuple[bool, int]:
     return bool(zero.overlap_comm), zero.reduce_bucket_size
 
 
-def test_ranks_that_send_messages_overlap_them_by_default() -> None:
-    whole, small = 500_000_000, MESSAGE_BUCKET
+def test_what_is_derived_depends_on_how_cpu_ranks_reach_each_other() -> None:
+    whole, freed, small = 500_000_000, FREED_BUCKET, OVERLAPPED_BUCKET
     alone, two_hosts, messages = (1, True), (2, True), (1, False)
     table: list[tuple[dict[str, Any], tuple[int, bool], tuple[bool, int]]] = [
         ({"stage": 1}, alone, (False, whole)),
         ({"stage": 1}, two_hosts, (True, small)),
-        ({"stage": 1}, messages, (True, small)),
-        ({"stage": 3}, alone, (False, whole)),
+        ({"stage": 1}, messages, (False, whole)),
+        ({"stage": 2}, alone, (False, freed)),
+        ({"stage": 2}, messages, (False, freed)),
+        ({"stage": 2}, two_hosts, (True, small)),
+        ({"stage": 2, "overlap_comm": True}, alone, (True, freed)),
+        ({"stage": 2, "overlap_comm": None}, alone, (False, freed)),
+        ({"stage": 2, "reduce_bucket_size": 500_000_000}, alone, (False, whole)),
+        ({"stage": 3}, alone, (False, freed)),
         ({"stage": 3}, messages, (True, small)),
         ({"stage": 1, "overlap_comm": False}, messages, (False, whole)),
         ({"stage": 1, "overlap_comm": True}, messages, (True, small)),
         ({"stage": 1, "overlap_comm": True}, alone, (True, whole)),
         ({"stage": 1, "reduce_bucket_size": 70}, two_hosts, (True, 70)),
-        ({"stage": 2, "reduce_bucket_size": 500_000_000}, messages, (True, whole)),
+        ({"stage": 2, "reduce_bucket_size": 500_000_000}, messages, (False, whole)),
     ]
     cases = [
         (hosts, {"zero_optimization": zero, "shared_memory": shared}) for zero, (hosts, shared), _ in table
@@ -434,25 +443,33 @@ def test_ranks_that_send_messages_overlap_them_by_default() -> None:
     assert [found[0] for found in run_each(overlapped, 2, cases)] == [want for *_, want in table]
 
 
+def test_ranks_of_one_host_send_messages_where_they_cannot_share_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert initialization._transport() == "shared memory"
+    monkeypatch.delattr(os, "memfd_create")  # as on macOS
+    assert initialization._transport() == "loopback"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert initialization._transport() == "network"
+
+
 def test_accelerators_overlap_at_stage_3_by_default() -> None:
     for stage, overlaps in ((2, False), (3, True)):
-        for hosts in (False, True):
-            zero = {"stage": stage}
-            found = resolve(
-                {MICRO: 1, "gradient_clipping": 0.0, "zero_optimization": zero}, 2, spans_hosts=hosts
-            )
-            assert found.config.zero_optimization.overlap_comm is overlaps
+        zero = resolve({**SIZES, "zero_optimization": {"stage": stage}}, 2).config.zero_optimization
+        assert (zero.overlap_comm, zero.reduce_bucket_size) == (overlaps, 500_000_000)
 
 
 def test_derived_values_are_shown_as_derived() -> None:
-    sizes = {MICRO: 1, "gradient_clipping": 0.0}
-    bucket = "zero_optimization.reduce_bucket_size"
-    for given, hosts in (({"shared_memory": False}, False), ({}, True)):
-        assert resolve({**sizes, **given}, 2, on_cpu=True, spans_hosts=hosts).origins[bucket] == "derived"
-    assert resolve({**sizes, "shared_memory": False}, 2).origins[bucket] == "default"  # on a GPU
-    shown = resolve({**sizes, "shared_memory": False}, 2, on_cpu=True).table()
-    assert re.search(rf"reduce_bucket_size +{MESSAGE_BUCKET} +derived", shown)
-    own = {**sizes, "shared_memory": False, "zero_optimization": {"reduce_bucket_size": 500_000_000}}
-    for given in (own, sizes):
-        origin = resolve(given, 2, on_cpu=True).origins["zero_optimization.reduce_bucket_size"]
-        assert origin == ("user" if given is own else "default")
+    def origin(stage: int, transport: Transport, **zero: int) -> str:
+        config = {**SIZES, "zero_optimization": {"stage": stage, **zero}}
+        return resolve(config, 2, transport).origins["zero_optimization.reduce_bucket_size"]
+
+    assert origin(1, "shared memory") == origin(1, "loopback") == origin(2, "accelerator") == "default"
+    assert origin(2, "shared memory") == origin(0, "network") == "derived"
+    assert origin(2, "shared memory", reduce_bucket_size=500_000_000) == "user"
+    shown = resolve(SIZES, 2, "network").table()
+    assert re.search(rf"reduce_bucket_size +{OVERLAPPED_BUCKET} +derived", shown)

@@ -146,6 +146,19 @@ def test_what_passes_within_a_step_is_what_a_rank_sees(stage: int) -> None:
         assert each.buckets <= found["buckets"] <= each.buckets + spare and each.buckets > 0
 
 
+def test_stages_beside_each_other_have_the_buckets_that_each_derives() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    one, whole = 4 * 1024**2, 12 * 4 * 1024**2
+    for own, bucket in (({}, 3 * one), ({"reduce_bucket_size": 500_000_000}, whole)):
+        plans = plan_stages(model, {**keys, "zero_optimization": {"stage": 2, **own}}, 2, device="cpu")
+        for stage, each in enumerate(plans):
+            alone = plan(model, {**keys, "zero_optimization": {"stage": stage, **own}}, 2, device="cpu")
+            assert each.buckets == alone.buckets and each.peak == alone.peak
+        assert plans[2].buckets == bucket + one, "and a gradient that arrives"
+
+
 def test_the_row_of_the_paper() -> None:
     """ZeRO, figure 1: 7.5 billion parameters, 64 ranks, K = 12, gradients in 16 bits."""
     given = {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}

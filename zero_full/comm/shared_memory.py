@@ -384,9 +384,14 @@ def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF
     return SharedMemory(group, mapped, [pid for _, _, pid in addresses])
 
 
+def can_share_memory() -> bool:
+    """Return whether processes of this system can share windows: on Linux."""
+    return hasattr(os, "memfd_create")
+
+
 def _make_window(secret: bytes, size: int) -> tuple[int | None, str]:
     """Create a window. The secret at its start lets other ranks check that they opened the right file."""
-    if not hasattr(os, "memfd_create"):  # not Linux
+    if not can_share_memory():
         return None, ""
     try:
         descriptor = os.memfd_create("zero_full")

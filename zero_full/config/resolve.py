@@ -32,12 +32,14 @@ from zero_full.errors import ConfigError
 BATCH = (TRAIN, MICRO, STEPS)
 ZERO, OFFLOAD = "zero_optimization", "offload_optimizer"
 OLD_OFFLOAD, OLD_PIN = "cpu_offload", "cpu_offload_use_pin_memory"
-# Elements of a gradient bucket where CPU ranks send messages. With DeepSpeed's default of 5e8 most models are
-# one bucket, which leaves when backward ends, so that nothing overlaps.
-MESSAGE_BUCKET = 2**20
+# Elements of a gradient bucket on CPUs. With DeepSpeed's default of 5e8 most models are one bucket.
+OVERLAPPED_BUCKET = 2**20  # where messages overlap with backward
+# At stages 2 and 3, where every backward pass frees its buffers: 16 MB in fp32. glibc returns blocks of over
+# 32 MiB to the system, and free memory of over 64 MiB, and then the next pass takes new pages.
+FREED_BUCKET = 4_000_000
 
-
-Transport = Literal["accelerator", "shared memory", "messages"]  # the last two: of CPU ranks
+# How ranks reach each other. The last three are of CPU ranks, which send messages over the last two.
+Transport = Literal["accelerator", "shared memory", "loopback", "network"]
 
 
 @dataclass(frozen=True)
@@ -257,23 +259,31 @@ def _filled(config: Config, batch: Mapping[str, int], transport: Transport) -> t
     """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
-    found: dict[str, Any] = {}
-    if zero.overlap_comm is None:
-        found["overlap_comm"] = overlaps_by_default(zero.stage, transport)
-    overlaps = found.get("overlap_comm", zero.overlap_comm)
-    if transport == "messages" and overlaps and "reduce_bucket_size" not in zero.model_fields_set:
-        found["reduce_bucket_size"] = MESSAGE_BUCKET
+    given = {name: getattr(zero, name) for name in zero.model_fields_set if getattr(zero, name) is not None}
+    found = {
+        name: value
+        for name, value in communication_values(zero.stage, transport, given).items()
+        if value != getattr(zero, name)
+    }
     derived |= {f"{ZERO}.{name}" for name in found}
     zero = zero.model_copy(update=found)
     return config.model_copy(update={**batch, "zero_optimization": zero}), derived
 
 
-def overlaps_by_default(stage: int, transport: Transport) -> bool:
-    """Return the derived value of `overlap_comm`.
+def communication_values(stage: int, transport: Transport, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `overlap_comm` and `reduce_bucket_size`: those of `given`, the others derived.
 
-    Ranks that share memory copy shards with the cores that forward and backward use, so they gain nothing.
+    CPU ranks of one host pass each other shards by the cores that forward and backward use. So an overlap
+    gains nothing, except where messages of stage 3 would be waited for one by one.
     """
-    return transport == "messages" or (transport == "accelerator" and stage == 3)
+    by_default = transport == "network" or (stage == 3 and transport != "shared memory")
+    overlaps = given.get("overlap_comm", by_default)
+    bucket = ZeroConfig().reduce_bucket_size
+    if transport in ("loopback", "network") and overlaps:
+        bucket = OVERLAPPED_BUCKET
+    elif transport != "accelerator" and stage >= 2:
+        bucket = FREED_BUCKET
+    return {"overlap_comm": overlaps, "reduce_bucket_size": given.get("reduce_bucket_size", bucket)}
 
 
 def _origins(config: Config, derived: set[str]) -> dict[str, Origin]:
@@ -321,15 +331,12 @@ def check_world_size(world_size: object) -> None:
 def resolve(
     config: dict[str, Any] | str | Path | Config,
     world_size: int,
-    on_cpu: bool = False,
-    spans_hosts: bool = False,
+    transport: Transport = "accelerator",
 ) -> Resolved:
     """Validate a configuration for this many data-parallel ranks and fill in every value.
 
     Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all mistakes.
-
-    on_cpu       ranks are CPUs. They send messages if they span hosts or `shared_memory` is false
-    spans_hosts  the ranks are on several hosts
+    `transport` decides values that are not set. With `shared_memory: false`, "shared memory" is "loopback".
     """
     check_world_size(world_size)
     given, name, parsed = _as_mapping(config)
@@ -342,9 +349,8 @@ def resolve(
         mistakes = [f"{place}: {each.line}" for place, each in placed]
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
-    transport: Transport = "accelerator"
-    if on_cpu:
-        transport = "messages" if spans_hosts or not examined.config.shared_memory else "shared memory"
+    if transport == "shared memory" and not examined.config.shared_memory:
+        transport = "loopback"
     filled, derived = _filled(examined.config, _batch_sizes(examined.config, world_size), transport)
     warnings, assumptions = (
         tuple(each.line for each in examined.notices if each.kind == kind)

@@ -11,7 +11,7 @@ from torch import nn
 from zero_full.comm.topology import marked_as_expert, marked_as_split
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.json_parser import read
-from zero_full.config.resolve import overlaps_by_default
+from zero_full.config.resolve import Transport, communication_values
 from zero_full.config.rules import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.errors import ConfigError, PlanError
@@ -185,7 +185,8 @@ def _resolved(config: Any, world: int, device: str) -> Resolved:
         with suppress(ConfigError):  # `resolve` raises it again
             content = read(Path(given)).value
             given = content if _lacks_batch(content) else given
-    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world, on_cpu=device == "cpu")
+    transport: Transport = "shared memory" if device == "cpu" else "accelerator"
+    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world, transport)
 
 
 def _lacks_batch(config: Any) -> bool:
@@ -193,10 +194,14 @@ def _lacks_batch(config: Any) -> bool:
 
 
 def _at_stage(resolved: Resolved, stage: int) -> Resolved:
-    update: dict[str, Any] = {"stage": stage}
-    if resolved.origins["zero_optimization.overlap_comm"] == "derived":
-        update["overlap_comm"] = overlaps_by_default(stage, resolved.transport)
-    zero = resolved.config.zero_optimization.model_copy(update=update)
+    zero = resolved.config.zero_optimization
+    given = {
+        name: getattr(zero, name)
+        for name in ("overlap_comm", "reduce_bucket_size")
+        if resolved.origins[f"zero_optimization.{name}"] == "user"
+    }
+    found = communication_values(stage, resolved.transport, given)
+    zero = zero.model_copy(update={"stage": stage, **found})
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 
 
