@@ -270,7 +270,7 @@ def ours_config(
     config["optimizer"] = {"type": "AdamW", "params": params}
     config["zero_optimization"]["overlap_comm"] = setup.overlap
     config["shared_memory"] = not messages
-    if messages and setup.overlap is None:  # derived, as overlap_comm is
+    if setup.overlap is None and setup.device.type == "cpu":  # both are derived
         del config["zero_optimization"]["reduce_bucket_size"]
     if offload is not None:
         config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}

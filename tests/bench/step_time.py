@@ -400,7 +400,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--bucket", type=int, default=5_000_000, help="reduce_bucket_size, in elements")
+    parser.add_argument(
+        "--bucket", type=int, default=5_000_000, help="elements; zero_full derives its own on CPUs"
+    )
     parser.add_argument("--no-overlap", action="store_true", help="zero_full without overlap_comm")
     parser.add_argument("--one-at-a-time", action="store_true", help="rebuild a row for each visit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

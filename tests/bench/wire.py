@@ -47,6 +47,7 @@ class Ours:
 
 
 OURS = {
+    "zero_full 0": Ours(0, 1.0, ("DeepSpeed 0",)),
     "zero_full 1": Ours(1, 0.95, ("ZeroRedundancyOptimizer", "DeepSpeed 1")),
     "zero_full 2": Ours(2, 0.95, ("ZeroRedundancyOptimizer", "DeepSpeed 2")),
     "zero_full 3": Ours(3, 1.15, ("FSDP2",)),
@@ -55,7 +56,7 @@ OURS = {
 ROWS: dict[str, Row] = {
     **{name: peers.ROWS[name] for name in (ALONE, DDP, "ZeroRedundancyOptimizer", "FSDP2")},
     "FSDP2, keeps": Row(partial(peers.fsdp2, reshard=False), DDP),
-    **{f"DeepSpeed {stage}": peers.ROWS[f"DeepSpeed {stage}"] for stage in (1, 2, 3)},
+    **{f"DeepSpeed {stage}": peers.ROWS[f"DeepSpeed {stage}"] for stage in (0, 1, 2, 3)},
     **{
         name: Row(peers.zero_full(ours.stage, messages=True, keeps=ours.keeps), DDP)
         for name, ours in OURS.items()
@@ -120,6 +121,8 @@ class Rank:
         torch.set_num_threads(1)
         self.plan, case, self.world = plan, plan.case, dist.get_world_size()
         self.device = "lo" if case.rate is None else "eth0"
+        if case.rate is not None:  # as torchrun says on several hosts, of which zero_full derives values
+            os.environ |= {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": "1"}
         self.found = Found(rate=limited_steps.measured_rate(case.rate or 10**10))
         config = limited_steps.SIZES[case.size]
         setup = Setup(config, torch.float32, self.world, None, bucket=case.bucket, overlap=None)
