@@ -17,7 +17,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -148,6 +149,16 @@ class Pool:
 
 POOL = Pool()
 atexit.register(POOL.stop)
+
+
+@contextmanager
+def new_pool(size: int) -> Iterator[Pool]:
+    """Processes that have run nothing yet, for tests of memory: how much glibc keeps depends on what ran."""
+    pool = Pool(size)
+    try:
+        yield pool
+    finally:
+        pool.stop()
 
 
 def run_in(place: str, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.hostile.lasting import left, steps
-from tests.worlds import POOL, Pool
+from tests.worlds import POOL, new_pool
 from tests.zero_full.planned import BF16, Odd
 from tests.zero_full.runs import WIDTH, Net, config, data
 from zero_full import assemble
@@ -221,11 +221,8 @@ def resident(comm: Any) -> tuple[int, int, str]:
 
 
 def test_destroy_gives_the_memory_back() -> None:
-    pool = Pool(1)  # in a process with a history, glibc keeps up to 64 MiB for each of its threads
-    try:
+    with new_pool(1) as pool:
         [(before, after, told)] = pool.run(resident, 1)
-    finally:
-        pool.stop()
     assert before - after >= 3 * 40 - 2, f"a master and two moments: {before} and {after} MiB"
     assert "state_dict after destroy" in told
 
