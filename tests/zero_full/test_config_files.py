@@ -83,3 +83,6 @@ def test_a_missing_or_unreadable_file_and_what_is_no_configuration_are_named(tmp
         resolve(3, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="world_size: got 0"):
         resolve({TRAIN: 1}, 0)
+    for transport in (True, None, "shared_memory"):
+        with pytest.raises(ConfigError, match=r"transport: got .* one of accelerator, shared memory, loop"):
+            resolve({TRAIN: 1}, 1, transport)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -328,6 +328,13 @@ def check_world_size(world_size: object) -> None:
         )
 
 
+def _check_transport(transport: object) -> None:
+    if transport not in get_args(Transport):
+        raise ConfigError(
+            f"transport: got {messages.shown(transport)}, expected one of {', '.join(get_args(Transport))}"
+        )
+
+
 def resolve(
     config: dict[str, Any] | str | Path | Config,
     world_size: int,
@@ -339,6 +346,7 @@ def resolve(
     `transport` decides values that are not set. With `shared_memory: false`, "shared memory" is "loopback".
     """
     check_world_size(world_size)
+    _check_transport(transport)
     given, name, parsed = _as_mapping(config)
     check_nesting(given)
     examined = examine(given, world_size)
