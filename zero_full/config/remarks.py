@@ -51,7 +51,7 @@ def idle(text: str, *switches: str) -> Remark:
 
 
 def missing(text: str, remedy: str, *switches: str, when: Callable[[Any], bool] | None = None) -> Remark:
-    """Make a remark for a feature whose absence would change the training: an error."""
+    """Make the error for a key of a feature that is not supported, and that would change the training."""
     return Remark(text, refuses=True, remedy=remedy, switches=switches, when=when)
 
 

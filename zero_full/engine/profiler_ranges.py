@@ -23,7 +23,7 @@ Timed = Callable[[], AbstractContextManager[None]]
 
 
 def named_range(name: str) -> record_function:
-    """Return a context whose block is a range of this name in the trace."""
+    """Return a context manager that names its block in traces of torch's profiler."""
     return record_function(PREFIX + name)
 
 

@@ -134,7 +134,7 @@ class BufferLayout:
             yield piece, flat[start:stop].view(piece.master.shape)
 
     def filled(self, value_of: Callable[[Piece], Tensor | None]) -> Tensor:
-        """Make a buffer of the pieces' values; zeros for pieces whose value is None."""
+        """Return a flat buffer with `value_of` each piece at its place. None leaves zeros there."""
         flat = self.zeros()
         for piece, part in self.parts(flat):
             if (value := value_of(piece)) is not None:

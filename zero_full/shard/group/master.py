@@ -220,7 +220,7 @@ class Master:
         return in_place or self.hands_over(changes.dtype)
 
     def _begin_changes(self, changes: ChangedElements, marks: bool) -> ChangedElements | None:
-        """Return the changes if the stepper marks them itself. Else keep what it overwrites."""
+        """Return `changes` if the stepper marks changed elements; else keep the old values, return None."""
         observes_master = self._observes_master(changes)
         if marks and self.copies is not None and self.copies.is_cpu and not observes_master:
             changes.is_marked = True
